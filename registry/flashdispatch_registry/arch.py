@@ -1,0 +1,44 @@
+"""The name of a device's architecture: ``sm_90`` for an NVIDIA GPU, else the device type (``cpu``, ``mps``).
+
+Read from the tensor's own device, never from the current one, so that machines with mixed GPUs are served right.
+Nothing here starts a CUDA context unless a CUDA device is asked about.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import torch
+
+_SM = re.compile(r"sm_(\d+)[af]?")
+
+
+@lru_cache(maxsize=64)
+def _cuda_arch(index: int) -> str:
+    if torch.version.hip:
+        # A ROCm device answers "cuda" too; its architecture is a gfx name and no sm_ rule applies to it.
+        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture name of `device`, e.g. ``"sm_90"`` or ``"cpu"``."""
+    if device.type != "cuda":
+        return device.type
+    if not torch.cuda.is_available():
+        # FakeTensors can name a CUDA device on a machine that has none.
+        return "cuda"
+    return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def device_type_of(arch: str) -> str:
+    """The torch device type that an architecture name belongs to: ``"sm_120"`` -> ``"cuda"``, ``"cpu"`` -> ``"cpu"``."""
+    return "cuda" if arch.startswith(("sm_", "gfx", "cuda")) else arch
+
+
+def sm_number(arch: str) -> int | None:
+    """120 for ``"sm_120"``, 90 for ``"sm_90a"``; None for anything that is no NVIDIA architecture."""
+    match = _SM.fullmatch(arch)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,159 @@
+"""The contract between the core and a backend: what a backend publishes, what it gets, what it gives back.
+
+A backend is only kernels and their launch. The core owns validation, layout, autograd, autocast, torch.compile and
+the choice; what arrives here is already checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from flashdispatch_registry.problem import Problem
+from flashdispatch_registry.reasons import Reason
+from flashdispatch_registry.support import Support
+
+API_VERSION = 1
+"""The version of this contract. It rises only when a backend written for the old one would compute something wrong."""
+
+Numerics = Literal["exact", "low_precision_accum", "quantized", "approximate"]
+Memory = Literal["linear", "chunked", "quadratic"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+RESERVED_NAMES = frozenset({"auto"})
+
+
+class Extras(NamedTuple):
+    """The optional tensors of a call, each None when not given. All on q's device."""
+
+    attn_mask: Tensor | None = None
+    """(B|1, Hq|1, Sq|1, Sk|1): bool (True = attend), or q's dtype or float32 (added). Any strides; never expanded."""
+    alibi_slopes: Tensor | None = None
+    """(Hq,) or (B, Hq) float32."""
+    sinks: Tensor | None = None
+    """(Hq,) float32 logits."""
+    q_lens: Tensor | None = None
+    """(B,) int32. On a GPU the values are unchecked: clamp them to 0..Sq in the kernel."""
+    kv_lens: Tensor | None = None
+    """(B,) int32, likewise 0..Sk."""
+    dropout_seed: Tensor | None = None
+    """(2,) int64: Philox key (64 bits) and offset (low 32 bits)."""
+
+
+class Needs(NamedTuple):
+    """Which gradients one backward pass must give."""
+
+    q: bool
+    k: bool
+    v: bool
+    attn_mask: bool
+    sinks: bool
+
+
+class Gradients(NamedTuple):
+    """The gradients of one backward pass, each in its input's shape and dtype; None where not needed."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Forward(NamedTuple):
+    """What `Backend.forward` returns."""
+
+    out: Tensor
+    """(B, Sq, Hq, Dv) in q's dtype, strides as `layout.empty_output` gives."""
+    lse: Tensor | None
+    """(B, Hq, Sq) float32 (float64 for float64), contiguous, natural log; None only when the problem asks for neither LSE nor gradients."""
+    saved: tuple[Tensor, ...]
+    """What `backward` needs; () when the problem asks for no gradient. Under torch.compile only tensors of this call
+    may be kept: q, k, v, the extras, out and lse."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The object that `BackendSpec.factory` names: a module with these three functions, or an instance.
+
+    All tensors have layout (B, S, H, D) whatever the caller's layout, with a contiguous last dim and otherwise any
+    strides (also 0). Work is launched on torch's current stream of q's device, which is the current device; no
+    synchronisation. Autocast is off and grad mode is off around every call.
+    """
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        """Attention forward: q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
+        ...
+
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """Gradients from `dout` (B, Sq, Hq, Dv; any strides) and `dlse` (B, Hq, Sq; None when the LSE was not used)."""
+        ...
+
+    def prepare(self, problem: Problem) -> None:
+        """Compiles what `problem` needs, so that a later call neither compiles nor tunes. May do nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """A backend's entry in the registry: light data, read without importing any kernel language.
+
+    Raises ValueError when a field is not well-formed.
+    """
+
+    name: str
+    """``[a-z][a-z0-9_]*``, unique over all installed plugins."""
+    factory: str
+    """``"package.module:object"`` or ``"package.module"``, imported on first use; the result is the `Backend`."""
+    support: Support
+    api_version: int = API_VERSION
+    priority: Mapping[str, int] = field(default_factory=lambda: {"*": 0}, hash=False)
+    """Static rank per architecture, higher first; ``"*"`` for all others."""
+    numerics: Numerics = "exact"
+    """Auto-selection takes only ``"exact"``."""
+    memory: Memory = "linear"
+    """Extra memory in the sequence length: O(S), O(block * S), O(S^2)."""
+    fused: bool = True
+    """One kernel per pass. Auto taking an unfused backend for a GPU problem is reported (FLASHDISPATCH_FALLBACK)."""
+    portable: bool = False
+    """No architecture-specific code: runs wherever PyTorch does, so "tested on this architecture" is no question."""
+    requires: tuple[str, ...] = ()
+    """Distributions it needs, as requirement strings: ``("triton>=3.4",)``. Checked without importing them."""
+    install: str = ""
+    """What to type when they are missing: ``pip install 'flashdispatch[triton]'``."""
+    why_not: Callable[[Problem], Iterable[Reason]] | None = field(default=None, hash=False)
+    """Adds reasons that the data can't express. Pure, total, no GPU work, all reasons at once, under 50 microseconds."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"backend name {self.name!r} must match [a-z][a-z0-9_]*")
+        if self.name in RESERVED_NAMES:
+            raise ValueError(f"backend name {self.name!r} is reserved")
+        if not all(part.isidentifier() for part in self.factory.replace(":", ".").split(".")):
+            raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
+        object.__setattr__(self, "priority", MappingProxyType(dict(self.priority)))
+
+    def priority_on(self, arch: str) -> int:
+        """The static rank on `arch`."""
+        return self.priority.get(arch, self.priority.get("*", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIssue:
+    """A combination known to be wrong, as data: auto-selection and forcing both refuse it, with the link.
+
+    `versions` is a specifier set (``"<2.1"``) on the backend's distribution; empty means all.
+    """
+
+    backend: str
+    reason: str
+    url: str
+    when: Callable[[Problem], bool] = field(hash=False)
+    versions: str = ""
