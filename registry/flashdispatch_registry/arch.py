@@ -34,7 +34,7 @@ def arch_of(device: torch.device) -> str:
 
 
 def device_type_of(arch: str) -> str:
-    """The torch device type that an architecture name belongs to: ``"sm_120"`` -> ``"cuda"``, ``"cpu"`` -> ``"cpu"``."""
+    """The torch device type an architecture name belongs to: ``"sm_120"`` is ``"cuda"``, ``"cpu"`` is ``"cpu"``."""
     return "cuda" if arch.startswith(("sm_", "gfx", "cuda")) else arch
 
 

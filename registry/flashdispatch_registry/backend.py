@@ -71,7 +71,8 @@ class Forward(NamedTuple):
     out: Tensor
     """(B, Sq, Hq, Dv) in q's dtype, strides as `layout.empty_output` gives."""
     lse: Tensor | None
-    """(B, Hq, Sq) float32 (float64 for float64), contiguous, natural log; None only when the problem asks for neither LSE nor gradients."""
+    """(B, Hq, Sq) float32 (float64 for float64), contiguous, natural log. None only when the problem asks for neither
+    LSE nor gradients."""
     saved: tuple[Tensor, ...]
     """What `backward` needs; () when the problem asks for no gradient. Under torch.compile only tensors of this call
     may be kept: q, k, v, the extras, out and lse."""
@@ -129,7 +130,7 @@ class BackendSpec:
     install: str = ""
     """What to type when they are missing: ``pip install 'flashdispatch[triton]'``."""
     why_not: Callable[[Problem], Iterable[Reason]] | None = field(default=None, hash=False)
-    """Adds reasons that the data can't express. Pure, total, no GPU work, all reasons at once, under 50 microseconds."""
+    """Adds reasons that the data can't express. Pure, total, no GPU work, all reasons at once, under 50 µs."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -147,7 +148,7 @@ class BackendSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownIssue:
-    """A combination known to be wrong, as data: auto-selection and forcing both refuse it, with the link.
+    """A combination known to be wrong, as data: auto-selection passes it over, and a plan that forces it says so.
 
     `versions` is a specifier set (``"<2.1"``) on the backend's distribution; empty means all.
     """

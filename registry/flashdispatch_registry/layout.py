@@ -39,6 +39,6 @@ def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty_output(q: Tensor, head_dim_v: int) -> Tensor:
-    """An uninitialised output for `q`: its shape with `head_dim_v` last, its dtype and device, the contract's strides."""
+    """An uninitialised output for `q`: its shape with `head_dim_v` last, its dtype, device and stride order."""
     shape = (*q.shape[:-1], head_dim_v)
     return q.new_empty_strided(shape, dense_strides(shape, q.stride()))

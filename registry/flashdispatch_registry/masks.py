@@ -88,3 +88,7 @@ class Band:
         if not self.has_window:
             return f"causal{aligned}"
         return f"window({self.left}, {self.right}){aligned}"
+
+
+FULL = Band()
+"""Position hides nothing."""

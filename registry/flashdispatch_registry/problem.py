@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from flashdispatch_registry.arch import device_type_of
-from flashdispatch_registry.masks import Band
+from flashdispatch_registry.masks import FULL, Band
 
 Layout = Literal["bshd", "bhsd"]
 MaskKind = Literal["bool", "float"]
@@ -46,7 +46,7 @@ class Problem:
     head_dim_v: int
     scale: float
     """Softmax scale, already resolved: 1/sqrt(D) when the caller gave None."""
-    band: Band = Band()
+    band: Band = FULL
     """causal and window."""
     attn_mask: MaskKind | None = None
     attn_mask_shape: tuple[int, int, int, int] | None = None
@@ -126,7 +126,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Problem:
-        """Reads what `to_json` wrote. Unknown keys raise ValueError: a field that is not understood is never dropped."""
+        """Reads what `to_json` wrote. Unknown keys raise ValueError: what is not understood is never dropped."""
         unknown = set(data) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown Problem fields: {', '.join(sorted(unknown))}")

@@ -112,7 +112,7 @@ def _arch(s: Support, p: Problem) -> Iterator[Reason]:
 
 
 def _move_to(s: Support) -> str:
-    return f"move the tensors to a {sorted(s.devices)[0]} device"
+    return f"move the tensors to a {min(s.devices)} device"
 
 
 def _dtype(s: Support, p: Problem) -> Iterator[Reason]:
@@ -242,8 +242,8 @@ COVERED = frozenset({"heads_kv", "kv_lens"})
 """Fields read by the rule of a neighbour: heads_kv with heads_q, kv_lens with q_lens."""
 
 NEUTRAL = frozenset({"batch", "seqlen_q", "seqlen_k", "scale", "attn_mask_shape", "layout", "fp32_precision"})
-"""Fields whose every value every backend must take: any size, any finite scale, any broadcast mask, either layout; and a
-permission (TF32) that a backend is free not to use. A size limit of a kernel belongs in its `why_not`."""
+"""Fields whose every value every backend must take: any size, any finite scale, any broadcast mask, either layout; and
+a permission (TF32) that a backend is free not to use. A size limit of a kernel belongs in its `why_not`."""
 
 
 def declared_reasons(support: Support, problem: Problem) -> tuple[Reason, ...]:

@@ -1,0 +1,30 @@
+"""The versions that decide what a kernel does, read from metadata without importing anything."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+DISTRIBUTIONS = ("flashdispatch", "triton", "tilelang", "cupy-cuda12x", "cupy-cuda13x", "pluggy", "numpy")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Name -> version of Python, torch, CUDA and the kernel languages that are installed."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # what is not installed has no version to report
+    return found
+
+
+def versions_line() -> str:
+    """The same in one line: ``python 3.11.7, torch 2.13.0, ...``."""
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
