@@ -1,1 +1,73 @@
-"""flashdispatch."""
+"""Exact attention, forward and backward, on the fastest kernel that is proven right for this problem on this GPU.
+
+One call: `attention(q, k, v, ...)`. Ask why with `explain(...)`, force a backend with `use_backend(...)` or
+FLASHDISPATCH_BACKEND.
+"""
+
+from importlib.metadata import version as _version
+
+from flashdispatch._attention import attention
+from flashdispatch._forcing import set_default_backend, use_backend
+from flashdispatch._merge import merge_attention
+from flashdispatch._plans import (
+    BackendStatus,
+    backends,
+    explain,
+    prepare,
+    register,
+    reload_settings,
+    unregister,
+)
+from flashdispatch._sdpa import sdpa
+from flashdispatch_registry.errors import (
+    BackendLoadError,
+    BackendUnsupportedError,
+    DisabledBackendError,
+    FallbackError,
+    FallbackWarning,
+    FlashDispatchError,
+    FlashDispatchWarning,
+    InvalidRequestError,
+    InvalidTypeError,
+    NoBackendError,
+    PluginError,
+    SettingsError,
+    SettingsWarning,
+    UnknownBackendError,
+)
+from flashdispatch_registry.plan import Plan
+from flashdispatch_registry.problem import Problem
+
+__version__ = _version("flashdispatch")
+
+__all__ = [
+    "BackendLoadError",
+    "BackendStatus",
+    "BackendUnsupportedError",
+    "DisabledBackendError",
+    "FallbackError",
+    "FallbackWarning",
+    "FlashDispatchError",
+    "FlashDispatchWarning",
+    "InvalidRequestError",
+    "InvalidTypeError",
+    "NoBackendError",
+    "Plan",
+    "PluginError",
+    "Problem",
+    "SettingsError",
+    "SettingsWarning",
+    "UnknownBackendError",
+    "__version__",
+    "attention",
+    "backends",
+    "explain",
+    "merge_attention",
+    "prepare",
+    "register",
+    "reload_settings",
+    "sdpa",
+    "set_default_backend",
+    "unregister",
+    "use_backend",
+]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from flashdispatch_registry.problem import Problem
@@ -139,6 +140,8 @@ class BackendSpec:
             raise ValueError(f"backend name {self.name!r} is reserved")
         if not all(part.isidentifier() for part in self.factory.replace(":", ".").split(".")):
             raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
+        for text in self.requires:
+            Requirement(text)  # raises InvalidRequirement, a ValueError
         object.__setattr__(self, "priority", MappingProxyType(dict(self.priority)))
 
     def priority_on(self, arch: str) -> int:

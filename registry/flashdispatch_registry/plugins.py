@@ -93,6 +93,8 @@ class Registry:
         self._policy = policy or PluginPolicy()
         self._lock = threading.RLock()
         self._discovered = False
+        self._discovering = False
+        self._at_run_time: set[str] = set()
         self._plugins: list[PluginRecord] = []
         self._entries: dict[str, Entry] = {}
         self._issues: list[KnownIssue] = []
@@ -136,11 +138,22 @@ class Registry:
                 if fault.code is Code.API_VERSION:
                     raise PluginError(f"{spec.name}: {fault}")
             self._entries[spec.name] = entry
+            self._at_run_time.add(spec.name)
             self.generation += 1
 
     def unregister(self, name: str) -> None:
-        """Takes out a backend that `register` added. KeyError when there is none of that name."""
+        """Takes out a backend that `register` added.
+
+        Raises KeyError when there is none of that name, PluginError when it came from an installed plugin.
+        """
         with self._lock:
+            entry = self._entries[name]
+            if name not in self._at_run_time:
+                raise PluginError(
+                    f"{name} was not registered at run time, it comes from {entry.distribution} {entry.version}; "
+                    f"FLASHDISPATCH_DISABLE={name} keeps it from being used"
+                )
+            self._at_run_time.remove(name)
             del self._entries[name]
             self._loaded.pop(name, None)
             self._tracebacks.pop(name, None)
@@ -155,6 +168,7 @@ class Registry:
         backend = self._loaded.get(name)
         if backend is not None:
             return backend
+        self._discover()
         with self._lock:
             entry = self._entries[name]
             if entry.spec is None:
@@ -165,34 +179,42 @@ class Registry:
                 self._tracebacks[name] = traceback.format_exc()
                 got = f"{type(error).__name__}: {error}"
                 fault = Reason(Code.LOAD_FAILED, "factory", got, "an importable backend", entry.spec.install)
-                self._entries[name] = replace(entry, faults=(*entry.faults, fault))
-                self.generation += 1
+                if fault not in entry.faults:
+                    self._entries[name] = replace(entry, faults=(*entry.faults, fault))
+                    self.generation += 1
                 raise BackendLoadError(f"{name} ({entry.spec.factory}) failed to load: {got}") from error
             self._loaded[name] = backend
             return backend
 
     def _discover(self) -> None:
         with self._lock:
-            if self._discovered:
-                return
-            # A strict discovery that raised must not leave half of itself for the next one.
-            self._plugins, self._entries, self._issues = [], {}, []
-            self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-            self._manager.add_hookspecs(hookspecs)
-            for point in sorted(entry_points(group=hookspecs.PROJECT), key=_built_in_first):
-                record = self._load_plugin(point)
-                self._plugins.append(record)
-                if record.problem:
-                    log.warning("plugin %s (%s): %s", record.name, record.distribution, record.problem)
-                if record.slow:
-                    log.warning(
-                        "plugin %s (%s) took %.1f s to import; FLASHDISPATCH_PLUGINS can leave it out",
-                        record.name,
-                        record.distribution,
-                        record.seconds,
-                    )
+            if self._discovered or self._discovering:
+                return  # a plugin that asks while it is imported sees those before it
+            self._discovering = True
+            try:
+                self._load_plugins()
+            finally:
+                self._discovering = False
             self._discovered = True
             self.generation += 1
+
+    def _load_plugins(self) -> None:
+        # A strict discovery that raised must not leave half of itself for the next one.
+        self._plugins, self._entries, self._issues, self._at_run_time = [], {}, [], set()
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        for point in sorted(entry_points(group=hookspecs.PROJECT), key=_built_in_first):
+            record = self._load_plugin(point)
+            self._plugins.append(record)
+            if record.problem:
+                log.warning("plugin %s (%s): %s", record.name, record.distribution, record.problem)
+            if record.slow:
+                log.warning(
+                    "plugin %s (%s) took %.1f s to import; FLASHDISPATCH_PLUGINS can leave it out",
+                    record.name,
+                    record.distribution,
+                    record.seconds,
+                )
 
     def _load_plugin(self, point: EntryPoint) -> PluginRecord:
         distribution, number = _owner(point)
@@ -206,29 +228,31 @@ class Registry:
             specs, issues = self._ask(point)
         except (Exception, SystemExit) as error:  # whatever a third party's import does, the others must still load
             if self._policy.strict:
-                raise PluginError(f"plugin {point.name} ({distribution} {number}) failed to load: {error}") from error
+                what = f"{type(error).__name__}: {error}"
+                raise PluginError(f"plugin {point.name} ({distribution} {number}) failed to load: {what}") from error
             return self._failed(record, error, time.perf_counter() - start)
         record = replace(record, seconds=time.perf_counter() - start)
         taken = [self._add(spec, distribution, number) for spec in specs]
         self._issues += issues
-        clashes = [clash for clash in taken if clash]
-        if clashes and self._policy.strict:
-            raise PluginError("; ".join(clashes))
-        return replace(record, backends=tuple(spec.name for spec in specs), problem="; ".join(clashes))
+        problem = "; ".join(text for text in taken if text)
+        if problem and self._policy.strict:
+            raise PluginError(f"plugin {point.name} ({distribution} {number}): {problem}")
+        return replace(record, backends=tuple(spec.name for spec in specs), problem=problem)
 
     def _ask(self, point: EntryPoint) -> tuple[list[BackendSpec], list[KnownIssue]]:
         """Imports one plugin and takes its records; nothing of it stays registered when anything is wrong."""
         plugin = point.load()
         owner = f"{point.name}@{_owner(point)[0]}"
-        self._manager.register(plugin, name=owner)
         try:
+            self._manager.register(plugin, name=owner)
             self._manager.check_pending()
             specs = self._records(plugin, "flashdispatch_backends", BackendSpec)
             issues = self._records(plugin, "flashdispatch_known_issues", KnownIssue)
             for issue in issues:
                 SpecifierSet(issue.versions)
         except (Exception, SystemExit):
-            self._manager.unregister(plugin)
+            # By name: an older pluggy keeps half of a plugin that it refused.
+            self._manager.unregister(name=owner)
             raise
         return specs, issues
 
@@ -250,14 +274,14 @@ class Registry:
         return replace(record, status="failed", seconds=seconds, problem=text, traceback=trace)
 
     def _add(self, spec: BackendSpec, distribution: str, number: str) -> str:
-        """Registers one spec; the text of the clash when its name is taken, else nothing."""
+        """Registers one spec; what is wrong with it when its name is taken or its contract another, else nothing."""
         owner = self._entries.get(spec.name)
-        if owner is None:
-            self._entries[spec.name] = self._entry(spec, distribution, number)
-            return ""
+        if owner is None or _stands_in(owner):
+            entry = self._entries[spec.name] = self._entry(spec, distribution, number)
+            return "; ".join(f"{spec.name}: {fault}" for fault in entry.faults if fault.code is Code.API_VERSION)
         if owner.distribution == BUILT_IN:
             return f"the name {spec.name!r} is built in and can't be taken"
-        both = f"{owner.distribution} {owner.version} and {distribution} {number}"
+        both = f"{owner.distribution} {owner.version}".rstrip() + f" and {distribution} {number}"
         fault = Reason(
             Code.DUPLICATE_NAME, "name", f"brought by {both}", "one distribution", "uninstall one of the two"
         )
@@ -278,6 +302,12 @@ def _built_in_first(point: EntryPoint) -> tuple[bool, str, str]:
     return distribution != BUILT_IN, distribution, point.name
 
 
+def _stands_in(entry: Entry) -> bool:
+    """True for the entry of a third party's plugin that failed: it holds the name only until a backend has it."""
+    failed = entry.spec is None and any(fault.code is Code.LOAD_FAILED for fault in entry.faults)
+    return failed and entry.distribution != BUILT_IN
+
+
 def _owner(point: EntryPoint) -> tuple[str, str]:
     """Distribution (normalised as PEP 503 says) and version of an entry point."""
     if point.dist is None:
@@ -289,6 +319,8 @@ def _missing(requires: Sequence[str], install: str) -> Iterable[Reason]:
     """A reason for each requirement that the environment does not meet, read from metadata without importing."""
     for text in requires:
         requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
         try:
             have = version(requirement.name)
         except PackageNotFoundError:

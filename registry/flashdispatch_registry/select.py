@@ -6,7 +6,7 @@ always give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -160,12 +160,19 @@ def _own_reasons(spec: BackendSpec, problem: Problem) -> list[Reason]:
     if spec.why_not is None:
         return []
     try:
-        return list(spec.why_not(problem))
+        return list(_checked(spec.why_not(problem)))
     except Exception as error:  # noqa: BLE001  a third party's code must not break the choice among the others
         got = f"{type(error).__name__}: {error}"
         return [
             Reason(Code.WHY_NOT_RAISED, "why_not", got, "reasons or nothing", f"report it to {spec.name}'s authors")
         ]
+
+
+def _checked(given: Iterable[object]) -> Iterator[Reason]:
+    for reason in given:
+        if not isinstance(reason, Reason):
+            raise TypeError(f"{reason!r} is no Reason")
+        yield reason
 
 
 def _hits(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue]) -> list[KnownIssue]:
@@ -208,7 +215,8 @@ def _fallback(chosen: Candidate) -> str | None:
 def _message(head: str, problem: Problem, candidates: Sequence[Candidate], help_: str) -> str:
     lines = [head, f"  asked: {problem.describe()}"]
     for candidate in candidates:
-        lines.append(f"  {candidate.name} ({candidate.distribution} {candidate.version}):")
+        owner = f"{candidate.distribution} {candidate.version}".rstrip()
+        lines.append(f"  {candidate.name} ({owner}):")
         lines += [f"    {reason}" for reason in candidate.reasons]
     if not candidates:
         lines.append("  no backend is registered; a plain clone needs `pip install -e .` (see `flashdispatch doctor`)")

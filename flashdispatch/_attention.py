@@ -1,0 +1,233 @@
+"""`attention()`: the call, its meaning, and the hot path."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from flashdispatch import _execute, _forcing, _plans, _settings
+from flashdispatch._adapt import adapt
+from flashdispatch._arguments import Arguments, autocast_dtype, check, check_length_values, fp32_precision
+from flashdispatch._forcing import Names
+from flashdispatch_registry.masks import Align
+from flashdispatch_registry.problem import Layout
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Exact types that run eagerly; subclasses (FakeTensor among them) go through the library ops, which they intercept."""
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | Align = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    attn_mask: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    q_lens: Tensor | None = ...,
+    kv_lens: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    backend: str | Names | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | Align = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    attn_mask: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    q_lens: Tensor | None = ...,
+    kv_lens: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    backend: str | Names | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | Align = False,
+    window: tuple[int | None, int | None] | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_lens: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | Names | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(scale · q kᵀ + bias) v``, on the fastest backend that can run it.
+
+    The meaning is the same on every backend. Order: scores S = scale·QKᵀ → softcap → + attn_mask (float) and ALiBi →
+    masks (causal, window, bool attn_mask, lengths; all ANDed) → softmax (with sinks) → dropout → ·V. A query that sees
+    no key gives output 0, LSE −inf and gradients 0. Differentiable once: in q, k, v, a float attn_mask and sinks, and
+    through the LSE.
+
+    Args:
+        q: (B, Sq, Hq, D) for layout "bshd", (B, Hq, Sq, D) for "bhsd". float16, bfloat16, float32 or float64. Any
+            strides with a contiguous last dim run without a copy.
+        k: (B, Sk, Hkv, D) likewise. Hq must be a multiple of Hkv (GQA): query head h uses key head h // (Hq / Hkv).
+        v: (B, Sk, Hkv, Dv) likewise. Dv may differ from D.
+        causal: True: query i sees key j iff j <= i + Sk − Sq (bottom-right: the last query sees the last key), with
+            each sequence's own lengths. "top_left": iff j <= i, PyTorch's ``is_causal``.
+        window: (left, right), inclusive, each >= 0 or None for no limit: p − left <= j <= p + right, where p is the
+            query's position i + Sk − Sq (or i for causal="top_left"). A window of w keys that ends at the query itself
+            is (w − 1, 0).
+        attn_mask: broadcastable to (B, Hq, Sq, Sk). Bool: True = attend. Float (q's dtype or float32): added to the
+            scores in float32; −inf masks; gets a gradient when it requires one. Never expanded in memory.
+        alibi_slopes: (Hq,) or (B, Hq) float32: adds −slope·|p − j|. No gradient.
+        sinks: (Hq,) float32 logits: one more softmax column whose value is zero. The LSE includes it.
+        q_lens: (B,) int32 true query lengths. Rows past them give output 0 and LSE −inf; what they hold (also NaN)
+            never matters.
+        kv_lens: (B,) int32 true key lengths, likewise.
+        scale: softmax scale; None is 1/√D. Any finite float.
+        softcap: c > 0: scores become c·tanh(S/c). None: off.
+        dropout_p: probability of dropping an attention weight; kept ones are scaled by 1/(1 − p). Philox4x32-10 by
+            position, so the mask is the same on every backend.
+        dropout_seed: int, or an int64 tensor (seed, offset) on q's device. None draws one from torch's generator.
+        layout: "bshd" or "bhsd", of q, k, v and the output.
+        return_lse: also return the LSE: float32 (B, Hq, Sq), natural log of the softmax denominator, before dropout.
+        deterministic: True: the backward is bitwise repeatable. None: what torch.use_deterministic_algorithms says.
+        backend: name of the backend to run, or a chain "a,b". Strict: raises when it can't run this. None: see
+            `use_backend` and FLASHDISPATCH_BACKEND; else chosen automatically.
+
+    Returns:
+        The output in q's layout and dtype with Dv last, strides as ``torch.empty_like`` of a dense q; or (output, LSE).
+
+    Raises:
+        InvalidRequestError: (ValueError) shapes, values or arguments that contradict each other.
+        InvalidTypeError: (TypeError) an argument of the wrong type.
+        UnknownBackendError: (ValueError) a backend name that is not registered.
+        DisabledBackendError: (ValueError) a backend both asked for and in FLASHDISPATCH_DISABLE.
+        BackendUnsupportedError: (NotImplementedError) the backend asked for can't run this; all its reasons.
+        NoBackendError: (NotImplementedError) nobody can run this; everyone's reasons.
+        FallbackError: (RuntimeError) only a slow path is left on a GPU and FLASHDISPATCH_FALLBACK=error.
+
+    Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), ALiBi (arXiv 2108.12409), attention
+    sinks (arXiv 2309.17453).
+
+    Example:
+        >>> import torch, flashdispatch
+        >>> q, k, v = (torch.randn(2, 128, 8, 64, requires_grad=True) for _ in range(3))
+        >>> out = flashdispatch.attention(q, k, v, causal=True)
+        >>> out.sum().backward()
+    """
+    if torch.compiler.is_compiling():
+        # Imported here, where Dynamo runs the import while tracing: the module loads torch._dynamo, and with it triton.
+        from flashdispatch._compile import traced
+
+        return traced(
+            q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
+            dropout_seed, layout, return_lse, deterministic, backend, _forcing.mirror.names,
+        )  # fmt: skip
+    environment, disable = os.environ.get(_settings.BACKEND), os.environ.get(_settings.DISABLE)
+    context, default = _forcing.context(), _forcing.default()
+    key: Any
+    try:
+        kind = q.device.type
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            type(q), type(k), type(v), torch._C._len_torch_dispatch_stack(),
+            None if attn_mask is None else _metadata(attn_mask),
+            None if alibi_slopes is None else _metadata(alibi_slopes),
+            None if sinks is None else _metadata(sinks),
+            None if q_lens is None else _metadata(q_lens),
+            None if kv_lens is None else _metadata(kv_lens),
+            _metadata(dropout_seed) if isinstance(dropout_seed, Tensor) else type(dropout_seed),
+            causal, window, scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
+            torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
+            fp32_precision() if kind == "cuda" and q.dtype is torch.float32 else None,
+            environment, disable, context, default,
+        )  # fmt: skip
+        call = _plans.cache.get(key)
+    except (AttributeError, TypeError):
+        # An argument that is no tensor, or not hashable. The checks below name it, or find it good and run it uncached.
+        key = call = None
+    if call is None:
+        args = Arguments(
+            q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
+            dropout_seed, layout, return_lse, deterministic,
+        )  # fmt: skip
+        asked = _forcing.Asked(backend, environment, context, default)
+        if not _runs_eagerly(args):
+            from flashdispatch._compile import lower
+
+            return lower(args, asked, disable)
+        call = _call(args, asked, disable)
+        if key is not None:
+            _plans.remember(key, call)
+    if call.read_lengths:
+        check_length_values(
+            (("q_lens", q_lens, call.bound.problem.seqlen_q), ("kv_lens", kv_lens, call.bound.problem.seqlen_k))
+        )
+    q, k, v, extras = adapt(
+        q, k, v, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, dropout_seed, call.bound.problem, call.cast_to
+    )
+    out, lse = _execute.run(call.bound, q, k, v, extras)
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return out if lse is None else (out, lse)
+
+
+class _Call(NamedTuple):
+    """What the cache keeps for one call's metadata."""
+
+    bound: _execute.Bound
+    cast_to: torch.dtype | None
+    read_lengths: bool
+    """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
+
+
+def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
+    """The slow path: checks the arguments, makes the plan, loads the backend, binds it to this call's strides."""
+    checked = check(args)
+    problem = checked.problem
+    plan, backend = _plans.commit(problem, asked, disable, adapters=checked.adapters)
+    q = adapt(args.q, args.k, args.v, *(None,) * 6, problem, checked.cast_to)[0]
+    lengths = problem.q_lens or problem.kv_lens
+    read_lengths = lengths and (args.q.device.type == "cpu" or _settings.read().check)
+    return _Call(_execute.bound(plan, backend, q), checked.cast_to, read_lengths)
+
+
+def _metadata(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _runs_eagerly(args: Arguments) -> bool:
+    """False for tensor subclasses and under a dispatch mode (FakeTensorMode, make_fx): they see the library ops."""
+    tensors = (value for value in args if isinstance(value, Tensor))
+    return torch._C._len_torch_dispatch_stack() == 0 and all(type(tensor) in _PLAIN for tensor in tensors)

@@ -1,0 +1,291 @@
+"""torch.compile, torch.export and FakeTensors: the library ops `flashdispatch::forward` and `flashdispatch::backward`.
+
+Dynamo does not trace the choice: it puts `traced` into its graph as one call, and when that graph is lowered `traced`
+runs as ordinary Python on FakeTensors. There the plan is made, and what stays in the lowered graph is the op with the
+backend's name as an argument: visible, cacheable, and with no way to choose again at run time. So inside a compiled
+region the environment counts as of trace time; `use_backend` is guarded through `_forcing.mirror`, and changing it
+compiles anew.
+
+This module imports torch._dynamo (and with it triton), so it is imported only by a call that is being traced.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from flashdispatch import _execute, _forcing, _plans, _settings
+from flashdispatch._adapt import adapt
+from flashdispatch._arguments import Arguments, check, fp32_precision
+from flashdispatch._forcing import Asked, Names
+from flashdispatch_registry.arch import arch_of
+from flashdispatch_registry.backend import Extras, Gradients, Needs
+from flashdispatch_registry.errors import FlashDispatchError
+from flashdispatch_registry.layout import dense_strides, empty_output
+from flashdispatch_registry.masks import Band
+from flashdispatch_registry.problem import DTYPE_NAMES, Problem
+
+TRACED_NOTE = "traced: FLASHDISPATCH_* variables count as of trace time"
+
+
+class Attributes(NamedTuple):
+    """The op's plain arguments, in the order of its schema: what a Problem holds beyond the tensors' metadata."""
+
+    left: int | None
+    right: int | None
+    align: str
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    needs_grad: str
+    """Comma-separated input names."""
+    return_lse: bool
+    deterministic: bool
+    backend: str
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_lens, "
+    "Tensor? kv_lens, Tensor? dropout_seed"
+)
+_ATTRIBUTES = (
+    "int? left, int? right, str align, float scale, float? softcap, float dropout_p, str needs_grad, bool return_lse, "
+    "bool deterministic, str backend"
+)
+
+
+def traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Any,
+    window: Any,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_lens: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    layout: Any,
+    return_lse: bool,
+    deterministic: bool | None,
+    backend: str | Names | None,
+    context: Names | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` inside a compiled region; `context` is what `use_backend` says there."""
+    args = Arguments(
+        q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
+        dropout_seed, layout, return_lse, deterministic,
+    )  # fmt: skip
+    asked = Asked(backend, os.environ.get(_settings.BACKEND), context, _forcing.default())
+    return lower(args, asked, os.environ.get(_settings.DISABLE))
+
+
+torch._dynamo.allow_in_graph(traced)  # type: ignore[no-untyped-call]  # torch ships it without types
+
+
+def lower(args: Arguments, asked: Asked, disable: str | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Makes the plan and calls the op with the chosen backend's name."""
+    checked = check(args)
+    problem = checked.problem
+    plan, _ = _plans.commit(problem, asked, disable, adapters=checked.adapters, notes=(TRACED_NOTE,))
+    q, k, v, extras = adapt(
+        args.q, args.k, args.v, args.attn_mask, args.alibi_slopes, args.sinks, args.q_lens, args.kv_lens,
+        args.dropout_seed, problem, checked.cast_to,
+    )  # fmt: skip
+    attributes = Attributes(
+        left=problem.band.left,
+        right=problem.band.right,
+        align=problem.band.align,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        needs_grad=",".join(problem.needs_grad),
+        return_lse=problem.return_lse,
+        deterministic=problem.deterministic,
+        backend=cast("str", plan.chosen),
+    )
+    out, lse = torch.ops.flashdispatch.forward(q, k, v, *extras, *attributes)
+    if problem.layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if problem.return_lse else out
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = arguments[:3]
+    extras, attributes = Extras(*arguments[3:9]), Attributes(*arguments[9:])
+    call = _bound(q, k, v, extras, attributes)
+    out, lse, saved = call.forward(q, k, v, extras)
+    if call.problem.needs_backward:
+        _recipes[attributes.backend, call.problem] = _recipe(saved, q, k, v, extras, out, lse, call)
+    if not _has_lse(attributes):
+        lse = None
+    return out, lse if lse is not None else q.new_empty(0)
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, v = arguments[0], arguments[2]
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if _has_lse(Attributes(*arguments[9:])) else (0,)
+    return empty_output(q, v.shape[3]), q.new_empty(shape, dtype=lse_dtype)
+
+
+def _has_lse(attributes: Attributes) -> bool:
+    return attributes.return_lse or bool(attributes.needs_grad)
+
+
+def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Any:
+    needs, inputs = Needs(*arguments[:5]), arguments[5:]
+    q, k, v = inputs[:3]
+    extras, attributes = Extras(*inputs[3:9]), Attributes(*inputs[9:])
+    call = _bound(q, k, v, extras, attributes)
+    named = _named(q, k, v, extras, out, lse)
+    saved = tuple(cast("Tensor", named[name]) for name in _recipes[attributes.backend, call.problem])
+    gradients = call.backward(saved, dout, dlse, needs, q)
+    like = (q, k, v, extras.attn_mask, extras.sinks)
+    return tuple(_strided(gradient, tensor, q) for gradient, tensor in zip(gradients, like, strict=True))
+
+
+def _backward_fake(*arguments: Any) -> Any:
+    needs, inputs = Needs(*arguments[4:9]), arguments[9:]  # after dout, dlse, out, lse
+    q = inputs[0]
+    like = (*inputs[:3], inputs[3], inputs[5])
+    return tuple(
+        torch.empty_strided(tensor.shape, dense_strides(tensor.shape, tensor.stride()), dtype=tensor.dtype,
+                            device=tensor.device)
+        if needed else q.new_empty(0)
+        for needed, tensor in zip(needs, like, strict=True)
+    )  # fmt: skip
+
+
+def _strided(gradient: Tensor | None, like: Tensor | None, q: Tensor) -> Tensor:
+    """A gradient in its input's stride order, as the fake promises; nothing is an empty tensor."""
+    if gradient is None or like is None:
+        return q.new_empty(0)
+    strides = dense_strides(like.shape, like.stride())
+    if gradient.stride() == strides:
+        return gradient
+    dense = torch.empty_strided(like.shape, strides, dtype=gradient.dtype, device=gradient.device)
+    return dense.copy_(gradient)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.attributes = Attributes(*inputs[9:])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    needs = Needs(wanted[0], wanted[1], wanted[2], wanted[3], wanted[5])
+    nothing = (None,) * len(Attributes._fields)
+    if dout is None and dlse is None:
+        return (None,) * 9 + nothing
+    made = torch.ops.flashdispatch.backward(dout, dlse, out, lse, *needs, *inputs, *ctx.attributes)
+    grads = Gradients(*(gradient if need else None for gradient, need in zip(made, needs, strict=True)))
+    return grads.q, grads.k, grads.v, grads.attn_mask, None, grads.sinks, None, None, None, *nothing
+
+
+_NEEDS = "bool needs_q, bool needs_k, bool needs_v, bool needs_attn_mask, bool needs_sinks"
+_forward_op = torch.library.custom_op(
+    "flashdispatch::forward", _forward, mutates_args=(), schema=f"({_TENSORS}, {_ATTRIBUTES}) -> (Tensor, Tensor)"
+)
+_forward_op.register_fake(_forward_fake)
+_forward_op.register_autograd(_autograd, setup_context=_setup_context)
+_backward_op = torch.library.custom_op(
+    "flashdispatch::backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_NEEDS}, {_TENSORS}, {_ATTRIBUTES})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_backward_op.register_fake(_backward_fake)
+
+
+_calls: dict[Any, _execute.Bound] = {}
+
+_recipes: dict[tuple[str, Problem], tuple[str, ...]] = {}
+"""How a backend's `saved` is made of the call's own tensors, learnt in the forward and used in the backward."""
+
+
+def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attributes) -> _execute.Bound:
+    """The op at run time: the plan for the real sizes, forced to the backend that tracing chose."""
+    mask = extras.attn_mask
+    precision = fp32_precision() if q.dtype is torch.float32 and q.device.type == "cuda" else "ieee"
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, v.shape, None if mask is None else (mask.shape, mask.dtype),
+        *(tensor is None for tensor in extras), *attributes, precision, _plans.registry().generation,
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        problem = Problem(
+            arch=arch_of(q.device),
+            dtype=q.dtype,
+            batch=q.shape[0],
+            heads_q=q.shape[2],
+            heads_kv=k.shape[2],
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            scale=attributes.scale,
+            band=Band(attributes.left, attributes.right, cast("Any", attributes.align)),
+            attn_mask=None if mask is None else "bool" if mask.dtype is torch.bool else "float",
+            attn_mask_shape=None if mask is None else cast("Any", tuple(mask.shape)),
+            alibi=extras.alibi_slopes is not None,
+            sinks=extras.sinks is not None,
+            q_lens=extras.q_lens is not None,
+            kv_lens=extras.kv_lens is not None,
+            softcap=attributes.softcap,
+            dropout_p=attributes.dropout_p,
+            needs_grad=cast("Any", _settings.names(attributes.needs_grad)),
+            return_lse=attributes.return_lse,
+            deterministic=attributes.deterministic,
+            fp32_precision=cast("Any", precision),
+        )
+        plan, backend = _plans.commit(problem, Asked(attributes.backend, None, None, None), None)
+        call = _execute.bound(plan, backend, q)
+        if len(_calls) >= _plans.CACHE_LIMIT:
+            _calls.clear()
+        _calls[key] = call
+    return call
+
+
+def _named(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor | None
+) -> dict[str, Tensor | None]:
+    return {"q": q, "k": k, "v": v, **extras._asdict(), "out": out, "lse": lse}
+
+
+def _recipe(
+    saved: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    out: Tensor,
+    lse: Tensor | None,
+    call: _execute.Bound,
+) -> tuple[str, ...]:
+    named = _named(q, k, v, extras, out, lse)
+    recipe = []
+    for tensor in saved:
+        name = next((name for name, own in named.items() if own is tensor), None)
+        if name is None:
+            shape = f"{tuple(tensor.shape)} {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}"
+            raise FlashDispatchError(
+                f"backend {call.plan.chosen} keeps a tensor {shape} of its own for the backward; under torch.compile "
+                "only q, k, v, the extras, out and lse may be kept. Call it outside the compiled region, or force "
+                "another backend there",
+                plan=call.plan,
+            )
+        recipe.append(name)
+    return tuple(recipe)

@@ -1,0 +1,136 @@
+"""A plan made callable: runs the chosen backend, forward and backward, and keeps its promises around it.
+
+The core owns autograd, autocast, the device guard and the output's strides, so that a backend is only kernels.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
+from flashdispatch_registry.layout import dense_strides
+from flashdispatch_registry.plan import Plan
+from flashdispatch_registry.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A plan, its backend's code, and what one call has to do around it. Tensors are (B, S, H, D) from here on."""
+
+    plan: Plan
+    problem: Problem
+    backend: Backend
+    out_strides: tuple[int, ...]
+    """The contract's strides of the output for this call's q."""
+    guard: bool
+    """More than one GPU: q's device must be made current."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        """Runs the backend's forward."""
+        with ExitStack() as around:
+            self._enter(around, q)
+            try:
+                out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
+            except Exception as error:
+                error.add_note(self._note("forward"))
+                raise
+        if out.stride() != self.out_strides:
+            # The same values in the promised strides: compiled code and the caller's view() rely on them.
+            dense = torch.empty_strided(out.shape, self.out_strides, dtype=out.dtype, device=out.device)
+            dense.copy_(out)
+            saved = tuple(dense if tensor is out else tensor for tensor in saved)
+            out = dense
+        return Forward(out, lse, saved)
+
+    def backward(
+        self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, needs: Needs, like: Tensor
+    ) -> Gradients:
+        """Runs the backend's backward. `dout` None (only the LSE was used) is zero; `like` tells its device."""
+        problem = self.problem
+        if dout is None:
+            shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+            dout = torch.zeros(shape, dtype=problem.dtype, device=like.device)
+        elif dout.stride(-1) != 1:
+            # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
+            dout = dout.contiguous()
+        with ExitStack() as around:
+            self._enter(around, dout)
+            try:
+                return self.backend.backward(problem, saved, dout, dlse, needs)
+            except Exception as error:
+                error.add_note(self._note("backward"))
+                raise
+
+    def _enter(self, around: ExitStack, tensor: Tensor) -> None:
+        kind = tensor.device.type
+        if torch.is_grad_enabled():
+            around.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            around.enter_context(torch.autocast(kind, enabled=False))
+        if self.guard:
+            around.enter_context(torch.cuda.device(tensor.device))
+
+    def _note(self, pass_: str) -> str:
+        return f"flashdispatch: in the {pass_} of backend {self.plan.chosen}, asked: {self.problem.describe()}"
+
+
+def bound(plan: Plan, backend: Backend, q: Tensor) -> Bound:
+    """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`."""
+    shape = (*q.shape[:3], plan.problem.head_dim_v)
+    strides = dense_strides(shape, q.stride())
+    guard = q.device.type == "cuda" and torch.cuda.device_count() > 1
+    return Bound(plan, plan.problem, backend, strides, guard)
+
+
+class Attention(torch.autograd.Function):
+    """The one autograd node. Gradients for any subset of q, k, v, attn_mask and sinks; the LSE is differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Bound,
+        extras: Extras,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for."""
+        out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
+        ctx.save_for_backward(*saved)
+        ctx.call = call
+        ctx.device_of = q.device
+        # An unused output then arrives as None, and no dLSE tensor is ever made for it.
+        ctx.set_materialize_grads(False)
+        return (out, cast("Tensor", lse)) if call.problem.return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        """FlashAttention-2's backward (arXiv 2307.08691, Algorithm 2) as the backend runs it."""
+        if dout is None and dlse is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors
+        needs = Needs(*ctx.needs_input_grad[2:])
+        return (
+            None,
+            None,
+            *ctx.call.backward(saved, dout, dlse, needs, cast("Tensor", dout if dout is not None else dlse)),
+        )
+
+
+def run(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
+    """One eager call: (out, lse), lse None unless asked for."""
+    if call.problem.needs_grad:
+        # torch ships `apply` without types.
+        result = Attention.apply(call, extras, q, k, v, extras.attn_mask, extras.sinks)  # type: ignore[no-untyped-call]
+        return cast("tuple[Tensor, Tensor]", result) if call.problem.return_lse else (result, None)
+    out, lse, _ = call.forward(q, k, v, extras)
+    return out, lse if call.problem.return_lse else None

@@ -1,0 +1,301 @@
+"""From a call to its plan: the process-wide registry, the settings in force, the choice, and what happens around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashdispatch import _forcing, _settings
+from flashdispatch._arguments import Arguments, check
+from flashdispatch._forcing import Asked, Names
+from flashdispatch_registry.arch import arch_of, device_type_of
+from flashdispatch_registry.backend import Backend, BackendSpec
+from flashdispatch_registry.errors import (
+    BackendLoadError,
+    FallbackError,
+    FallbackWarning,
+    InvalidTypeError,
+    UnknownBackendError,
+)
+from flashdispatch_registry.plan import Adapter, Plan
+from flashdispatch_registry.plugins import Registry
+from flashdispatch_registry.problem import Problem
+from flashdispatch_registry.reasons import Code, Reason
+from flashdispatch_registry.select import Entry, nearest, require, select
+
+log = logging.getLogger("flashdispatch")
+
+_lock = threading.Lock()
+_registry: Registry | None = None
+
+CACHE_LIMIT = 4096
+"""Cached calls; beyond it the oldest half goes."""
+
+cache: dict[Any, Any] = {}
+"""A call's metadata -> its `_execute.Bound`. Emptied whenever the registry or the settings change."""
+
+
+def registry() -> Registry:
+    """The process's registry. Made on first use, so that importing flashdispatch discovers nothing."""
+    global _registry
+    if _registry is None:
+        with _lock:
+            if _registry is None:
+                _settings.warn_unknown()
+                _registry = Registry(_settings.read().plugins)
+    return _registry
+
+
+def register(spec: BackendSpec) -> None:
+    """Adds a backend at run time, without packaging.
+
+    Raises PluginError when the name is taken or the spec was written for another version of the contract.
+    """
+    registry().register(spec)
+    cache.clear()
+
+
+def unregister(name: str) -> None:
+    """Takes out a backend that `register` added.
+
+    Raises UnknownBackendError when there is none of that name.
+    """
+    check_registered((name,), "unregister()")
+    registry().unregister(name)
+    cache.clear()
+
+
+def reload_settings() -> None:
+    """Reads the environment again and forgets all cached plans.
+
+    Needed only after changing a variable other than FLASHDISPATCH_BACKEND and FLASHDISPATCH_DISABLE in a running
+    process. Plugins stay as they were discovered.
+    """
+    _settings.read()
+    _settings.warn_unknown()
+    cache.clear()
+
+
+def check_registered(names: Names, source: str) -> None:
+    """Raises UnknownBackendError when one of `names` is not registered."""
+    known = [entry.name for entry in registry().entries()]
+    for name in names:
+        if name not in known and names != _forcing.AUTO:
+            raise UnknownBackendError(
+                f"no backend is called {name!r} (asked for by {source}).{nearest(name, known)}\n"
+                f"  registered: {', '.join(known) or 'none'}"
+            )
+
+
+def plan_for(
+    problem: Problem,
+    asked: Asked,
+    disable: str | None,
+    *,
+    adapters: tuple[Adapter, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan for a problem, given who asked for what. Pure but for reading the registry; `chosen` may be None."""
+    known = registry()
+    entries = known.entries()
+    disabled = frozenset(_settings.names(disable or ""))
+    _warn_unknown_disabled(disabled, entries)
+    return select(
+        problem,
+        entries,
+        forced=_forcing.resolve(asked),
+        disabled=disabled,
+        issues=known.known_issues(),
+        adapters=adapters,
+        notes=notes,
+    )
+
+
+def commit(
+    problem: Problem,
+    asked: Asked,
+    disable: str | None,
+    *,
+    adapters: tuple[Adapter, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> tuple[Plan, Backend]:
+    """The plan and its backend's code, for a call that will run.
+
+    A backend whose code fails to import carries that as a reason from then on: auto-selection and a chain go on to the
+    next one (the plan says why), a single forced one raises.
+
+    Raises BackendUnsupportedError, NoBackendError, UnknownBackendError, DisabledBackendError, FallbackError.
+    """
+    while True:
+        plan = plan_for(problem, asked, disable, adapters=adapters, notes=notes)
+        name = require(plan)
+        try:
+            backend = registry().load(name)
+        except BackendLoadError as error:
+            log.warning("%s", error)
+            cache.clear()
+            continue  # now it has the reason LOAD_FAILED, so the next plan is another one, or raises with it
+        _fallback_event(plan)
+        log.debug("%s for %s", name, problem.describe())
+        return plan, backend
+
+
+def remember(key: Any, call: Any) -> None:
+    """Caches one call."""
+    if len(cache) >= CACHE_LIMIT:
+        for old in list(cache)[: CACHE_LIMIT // 2]:
+            cache.pop(old, None)
+    cache[key] = call
+
+
+def explain(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    arch: str | None = None,
+    backend: str | Names | None = None,
+    **arguments: Any,
+) -> Plan:
+    """Says which backend `attention` with the same arguments would run, and why; nothing runs.
+
+    Takes what `attention` takes (tensors or FakeTensors), or one `Problem`. With ``arch="sm_120"`` it answers for
+    another architecture, on a machine that has none. `Plan.chosen` is None when nothing can run: reading reasons raises
+    nothing.
+
+    Raises what bad arguments raise in `attention`, UnknownBackendError and DisabledBackendError.
+    """
+    asked, disable = ask(backend)
+    if isinstance(q, Problem):
+        if k is not None or v is not None or arguments:
+            raise InvalidTypeError("explain(problem) takes only arch= and backend= beside it: a Problem says the rest")
+        return plan_for(q.with_arch(arch) if arch else q, asked, disable)
+    if k is None or v is None:
+        raise InvalidTypeError("explain() needs q, k and v, or one Problem")
+    checked = check(Arguments(q, k, v, **arguments), arch=arch)
+    return plan_for(checked.problem, asked, disable, adapters=checked.adapters)
+
+
+def prepare(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    backend: str | Names | None = None,
+    **arguments: Any,
+) -> Plan:
+    """Compiles ahead what `attention` with the same arguments will run, and returns the plan.
+
+    After it such a call neither compiles nor tunes, so it may run while a CUDA graph is being captured. Takes what
+    `attention` takes, or one `Problem`.
+
+    Raises what `attention` raises when nothing can run.
+    """
+    plan = explain(q, k, v, backend=backend, **arguments)
+    asked, disable = ask(backend)
+    plan, code = commit(plan.problem, asked, disable, adapters=plan.adapters)
+    code.prepare(plan.problem)
+    return plan
+
+
+def ask(backend: str | Names | None) -> tuple[Asked, str | None]:
+    """Everybody who may name a backend, and FLASHDISPATCH_DISABLE, as of now."""
+    asked = Asked(backend, os.environ.get(_settings.BACKEND), _forcing.context(), _forcing.default())
+    return asked, os.environ.get(_settings.DISABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend on this machine: ready, or why not."""
+
+    name: str
+    distribution: str
+    version: str
+    reasons: tuple[Reason, ...]
+    spec: BackendSpec | None
+    """What it declares; None when its plugin failed to load."""
+
+    @property
+    def ready(self) -> bool:
+        """True when it can run something here."""
+        return not self.reasons
+
+
+def backends() -> tuple[BackendStatus, ...]:
+    """Every registered backend, ready on this machine or with the reasons why not. Imports no kernel language."""
+    arches = _arches()
+    disabled = frozenset(_settings.names(ask(None)[1] or ""))
+    return tuple(
+        BackendStatus(entry.name, entry.distribution, entry.version, _here(entry, arches, disabled), entry.spec)
+        for entry in registry().entries()
+    )
+
+
+def _arches() -> list[str]:
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [arch_of(device) for device in devices]
+
+
+def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tuple[Reason, ...]:
+    reasons = list(entry.faults)
+    if entry.name in disabled:
+        reasons.append(Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", "unset it"))
+    if entry.spec is not None:
+        support = entry.spec.support
+        mine = [arch for arch in arches if device_type_of(arch) in support.devices]
+        if not mine:
+            wanted = " or ".join(sorted(support.devices))
+            reasons.append(Reason(Code.DEVICE, "device", f"no {wanted} device here", wanted))
+        elif all(support.impossible_on(arch) for arch in mine):
+            reasons += [
+                Reason(Code.ARCH_IMPOSSIBLE, "arch", arch, f"other architectures: {support.impossible_on(arch)}")
+                for arch in mine
+            ]
+    return tuple(reasons)
+
+
+_events: set[tuple[Any, ...]] = set()
+
+
+def _fallback_event(plan: Plan) -> None:
+    """FLASHDISPATCH_FALLBACK: taking a slow path on a GPU is said, once per class of problem, or refused."""
+    if plan.fallback is None:
+        return
+    policy = _settings.read().fallback
+    if policy == "allow":
+        return
+    text = (
+        f"{plan.fallback}, and no fused backend can run this.\n"
+        f"  asked: {plan.problem.describe()}\n"
+        + "".join(f"  {c.name}: {reason}\n" for c in plan.candidates for reason in c.reasons)
+        + "  FLASHDISPATCH_FALLBACK=allow accepts it, =error refuses it; explain() shows the plan"
+    )
+    if policy == "error":
+        raise FallbackError(text, plan=plan)
+    problem = plan.problem
+    # Sizes don't matter to whether a kernel exists: one warning, not one per sequence length.
+    kind = replace(problem, batch=0, seqlen_q=0, seqlen_k=0, scale=1.0, attn_mask_shape=None)
+    event = (plan.chosen, kind)
+    if event not in _events:
+        _events.add(event)
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+
+
+_unknown_disabled: set[str] = set()
+
+
+def _warn_unknown_disabled(disabled: frozenset[str], entries: Sequence[Entry]) -> None:
+    names = [entry.name for entry in entries]
+    for name in disabled.difference(names, _unknown_disabled):
+        _unknown_disabled.add(name)
+        log.warning("FLASHDISPATCH_DISABLE names %r, which is not registered.%s", name, nearest(name, names))

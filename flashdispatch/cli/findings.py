@@ -1,0 +1,168 @@
+"""What the doctor finds: machine, plugins, backends and settings, as a value with a verdict and advice.
+
+It must answer even when much is wrong, so a setting or plugin that raises becomes a finding.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import flashdispatch
+from flashdispatch import _settings
+from flashdispatch._plans import registry
+from flashdispatch.cli.machine import Machine, this_machine
+from flashdispatch_registry.backend import KnownIssue
+from flashdispatch_registry.errors import BackendLoadError, FlashDispatchError
+from flashdispatch_registry.plugins import BUILT_IN, PluginRecord
+from flashdispatch_registry.reasons import Code
+from flashdispatch_registry.versions import versions
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything the doctor saw."""
+
+    machine: Machine
+    plugins: tuple[PluginRecord, ...]
+    backends: tuple[flashdispatch.BackendStatus, ...]
+    tracebacks: dict[str, str]
+    """Backend -> traceback, for those whose code failed to load just now."""
+    in_force: dict[str, str]
+    """Our environment variables that are set, with their values."""
+    unknown: dict[str, str]
+    """Variables that look like ours and are not -> a "did you mean", or nothing."""
+    issues: tuple[KnownIssue, ...]
+    """Combinations known to be wrong, which auto-selection passes over."""
+    failure: str
+    """The setting or plugin error that stopped the examination; empty when nothing did."""
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """The backends that can run here."""
+        return tuple(backend.name for backend in self.backends if backend.ready)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """One line for each thing that is broken: the doctor exits with 1 when there is any."""
+        lines = [self.failure] if self.failure else []
+        lines += [f"plugin {p.name} ({p.distribution}): {p.problem}" for p in self.plugins if p.problem]
+        lines += [f"backend {name}: {trace.strip().splitlines()[-1]}" for name, trace in self.tracebacks.items()]
+        if not self.failure and not self.ready:
+            lines.append(f"no backend can run on this machine ({self.machine.arch})")
+        return tuple(lines)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to type, or to change."""
+        lines: list[str] = []
+        if not self.failure and not any(plugin.distribution == BUILT_IN for plugin in self.plugins):
+            lines.append(
+                "no built-in backend is registered: `pip install -e .` in the clone, or reinstall flashdispatch"
+            )
+        for plugin in self.plugins:
+            if plugin.status == "failed":
+                lines.append(
+                    f"plugin {plugin.name} does not load: `pip install --upgrade {plugin.distribution}` or "
+                    f"`pip uninstall {plugin.distribution}`; its traceback is for its authors"
+                )
+            if plugin.slow:
+                lines.append(
+                    f"plugin {plugin.name} makes every start wait {plugin.seconds:.1f} s: it should import its kernels "
+                    "on first use (tell its authors)"
+                )
+        for backend in self.backends:
+            if backend.name in self.tracebacks:
+                own = backend.spec.install if backend.spec else ""
+                fix = own or f"pip install --upgrade {backend.distribution}"
+                lines.append(f"backend {backend.name} does not load: `{fix}`; its traceback is for its authors")
+            missing = [reason for reason in backend.reasons if reason.code is Code.DEP_MISSING]
+            if missing and len(missing) == len(backend.reasons):
+                lines.append(f"{backend.name} is only missing packages: `{missing[0].fix}`")
+        lines += [f"{name} is not a flashdispatch setting.{hint}" for name, hint in self.unknown.items()]
+        return tuple(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        return {
+            "ok": not self.broken,
+            "broken": list(self.broken),
+            "advice": list(self.advice),
+            "machine": asdict(self.machine) | {"arch": self.machine.arch},
+            "versions": versions(),
+            "plugins": [asdict(plugin) | {"slow": plugin.slow} for plugin in self.plugins],
+            "backends": [
+                {
+                    "name": backend.name,
+                    "ready": backend.ready,
+                    "distribution": backend.distribution,
+                    "version": backend.version,
+                    "reasons": [reason.to_json() for reason in backend.reasons],
+                    "traceback": self.tracebacks.get(backend.name, ""),
+                }
+                for backend in self.backends
+            ],
+            "known_issues": [
+                {"backend": issue.backend, "versions": issue.versions, "reason": issue.reason, "url": issue.url}
+                for issue in self.issues
+            ],
+            "settings": {"in_force": self.in_force, "unknown": self.unknown},
+        }
+
+
+def examine() -> Findings:
+    """Looks at everything; a plugin or setting that raises is a finding, not an end."""
+    plugins: tuple[PluginRecord, ...] = ()
+    backends: tuple[flashdispatch.BackendStatus, ...] = ()
+    tracebacks: dict[str, str] = {}
+    issues: tuple[KnownIssue, ...] = ()
+    failure = ""
+    with _quiet():
+        try:
+            _settings.read()
+            plugins = registry().plugins()
+            issues = registry().known_issues()
+            backends = flashdispatch.backends()
+            tracebacks = _load([backend.name for backend in backends if backend.ready])
+            backends = flashdispatch.backends()  # a backend that failed to load just now is not ready any more
+        except FlashDispatchError as error:
+            failure = str(error)
+    return Findings(
+        machine=this_machine(),
+        plugins=plugins,
+        backends=backends,
+        tracebacks=tracebacks,
+        in_force={name: os.environ[name] for name in _settings.KNOWN if name in os.environ},
+        unknown=_settings.unknown(),
+        issues=issues,
+        failure=failure,
+    )
+
+
+def _load(names: list[str]) -> dict[str, str]:
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            registry().load(name)
+        except BackendLoadError as error:
+            failed[name] = registry().load_traceback(name) or str(error)
+    return failed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines and warnings meanwhile: all they could say is in the findings."""
+    log = logging.getLogger("flashdispatch")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)

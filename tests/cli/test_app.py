@@ -1,0 +1,94 @@
+"""The command line as a whole: help, version, exit codes, and what it costs to import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points, version
+from typing import Any
+
+import pytest
+
+from flashdispatch import __main__
+from flashdispatch.cli import demo, doctor, explain, matrix
+
+COMMANDS = {"doctor": doctor, "explain": explain, "matrix": matrix, "demo": demo}
+
+Command = Callable[..., Any]
+
+
+def python(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False, timeout=60, **kwargs)
+
+
+def test_help_lists_every_command(command: Command) -> None:
+    ran = command("--help")
+    assert ran.code == 0
+    assert all(name in ran.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_of_each_command_has_its_examples_and_fits(name: str, width: int, command: Command) -> None:
+    ran = command(name, "--help", width=width)
+    assert ran.code == 0
+    assert "--json" in ran.out
+    assert f"flashdispatch {name}" in ran.out.split("Examples")[1]
+    assert max(map(len, ran.out.splitlines())) <= width
+
+
+@pytest.mark.parametrize("module", COMMANDS.values(), ids=COMMANDS)
+def test_examples_fit_into_80_columns_so_that_they_can_be_copied(module: Any) -> None:
+    examples = [line.replace("[cyan]", "").replace("[/]", "") for line in module.EXAMPLES.splitlines()]
+    assert max(map(len, examples)) <= 78
+
+
+def test_version_is_the_distributions(command: Command) -> None:
+    ran = command("--version")
+    assert (ran.code, ran.out) == (0, f"flashdispatch {version('flashdispatch')}\n")
+
+
+@pytest.mark.parametrize("args", [("nonsense",), ("explain", "--nonsense"), ("explain", "--dtype", "int8")])
+def test_what_is_not_understood_exits_with_2_and_prints_nothing_on_stdout(
+    args: tuple[str, ...], command: Command
+) -> None:
+    ran = command(*args)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err
+
+
+def test_our_own_error_is_a_message_and_not_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "perhaps")
+    ran = command("matrix", "--json")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == "error: FLASHDISPATCH_FALLBACK='perhaps' must be error, warn or allow\n"
+
+
+def test_a_bug_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    with pytest.raises(ZeroDivisionError):
+        command("doctor")
+
+
+def test_console_script_is_main() -> None:
+    script = next(point for point in entry_points(group="console_scripts") if point.name == "flashdispatch")
+    assert script.load() is __main__.main
+
+
+def test_python_m_runs_the_same_and_says_warnings_in_one_line() -> None:
+    ran = python("-m", "flashdispatch", "matrix", "--markdown", env=os.environ | {"FLASHDISPATCH_CHEKC": "1"})
+    assert ran.returncode == 0
+    assert ran.stdout.startswith("| ")
+    assert ran.stderr == (
+        "warning: FLASHDISPATCH_CHEKC is not a flashdispatch setting. Did you mean 'FLASHDISPATCH_CHECK'?\n"
+    )
+
+
+def test_importing_flashdispatch_loads_neither_rich_nor_typer() -> None:
+    code = "import sys, flashdispatch; sys.exit(any(name in sys.modules for name in ('rich', 'typer')))"
+    assert python("-c", code).returncode == 0

@@ -1,0 +1,245 @@
+"""The doctor: it answers whatever is wrong, says what to type, and its exit code is its verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashdispatch import _settings
+from flashdispatch.cli import findings, machine
+from flashdispatch.cli.machine import Gpu, Machine
+from flashdispatch_registry import plugins
+
+Command = Callable[..., Any]
+AddPlugin = Callable[[str, str], None]
+Source = Callable[..., str]
+
+GPUS = (Gpu(0, "NVIDIA H200", "sm_90", 139 << 30), Gpu(1, "NVIDIA B200", "sm_100", 178 << 30))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_healthy_machine_gets_a_0_and_sees_its_parts(command: Command, width: int) -> None:
+    ran = command("doctor", width=width)
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= width
+    for said in (torch.__version__, "Plugins", "torch_reference", "loaded", "Backends", "ready", "none set"):
+        assert said in ran.out
+    assert "Traceback" not in ran.out
+    assert ran.err == ""
+
+
+def test_json_is_all_there_is_on_stdout(command: Command) -> None:
+    ran = command("doctor", "--json")
+    found = json.loads(ran.out)
+    assert (ran.code, found["ok"], found["broken"]) == (0, True, [])
+    assert found["machine"]["arch"] == ("cpu" if not torch.cuda.is_available() else found["machine"]["gpus"][0]["arch"])
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["plugins"][0]["distribution"] == "flashdispatch"
+    reference = next(backend for backend in found["backends"] if backend["name"] == "torch_reference")
+    assert reference["ready"] is True
+    assert reference["reasons"] == []
+
+
+def test_a_broken_plugin_is_shown_with_its_traceback_and_harms_no_other(
+    command: Command, add_plugin: AddPlugin
+) -> None:
+    add_plugin("tiles", "import a_library_that_is_not_there\n")
+    ran = command("doctor")
+    assert ran.code == 1
+    assert "Traceback of plugin tiles:" in ran.out
+    assert "import a_library_that_is_not_there" in ran.out
+    assert "broken plugin tiles (acme-tiles): ModuleNotFoundError: No module named" in ran.words
+    assert "pip uninstall acme-tiles" in ran.words
+    assert "see its plugin above" in ran.words
+    assert "ready torch_reference" in ran.words
+    assert ran.err == ""
+
+
+def test_no_traceback_leaves_only_the_line(command: Command, add_plugin: AddPlugin) -> None:
+    add_plugin("tiles", "import a_library_that_is_not_there\n")
+    ran = command("doctor", "--no-traceback")
+    assert ran.code == 1
+    assert "Traceback" not in ran.out
+    assert "ModuleNotFoundError" in ran.out
+
+
+def test_a_broken_plugin_in_json_has_its_traceback(command: Command, add_plugin: AddPlugin) -> None:
+    add_plugin("tiles", "import a_library_that_is_not_there\n")
+    ran = command("doctor", "--json")
+    found = json.loads(ran.out)
+    assert (ran.code, found["ok"]) == (1, False)
+    record = next(plugin for plugin in found["plugins"] if plugin["name"] == "tiles")
+    assert (record["status"], record["distribution"], record["version"]) == ("failed", "acme-tiles", "2.0")
+    assert record["traceback"].startswith("Traceback")
+    assert next(backend for backend in found["backends"] if backend["name"] == "tiles")["ready"] is False
+
+
+def test_a_backend_whose_code_does_not_import_is_broken_too(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source
+) -> None:
+    add_plugin("tiles", plugin_source("tiles", factory="no_such_kernels:backend"))
+    ran = command("doctor")
+    assert ran.code == 1
+    assert "Traceback of backend tiles:" in ran.out
+    assert "broken backend tiles: ModuleNotFoundError: No module named 'no_such_kernels'" in ran.words
+    assert "LOAD_FAILED" in ran.out
+    assert "to do backend tiles does not load: `pip install --upgrade acme-tiles`" in ran.words
+    assert "ready torch_reference" in ran.words
+
+
+def test_a_missing_package_is_no_fault_but_comes_with_what_to_type(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source
+) -> None:
+    add_plugin("tiles", plugin_source("tiles", requires=("tilelib>=3",), install="pip install 'acme-tiles[lib]'"))
+    ran = command("doctor")
+    assert ran.code == 0
+    assert "DEP_MISSING tilelib is not installed; takes tilelib>=3" in ran.words
+    assert "to do tiles is only missing packages: `pip install 'acme-tiles[lib]'`" in ran.words
+
+
+def test_two_plugins_with_one_name_are_named(command: Command, add_plugin: AddPlugin, plugin_source: Source) -> None:
+    add_plugin("one", plugin_source("tiles"))
+    add_plugin("two", plugin_source("tiles"))
+    ran = command("doctor")
+    assert ran.code == 1
+    assert "acme-one 2.0 and acme-two 2.0" in ran.words
+    assert "DUPLICATE_NAME" in ran.out
+    assert "uninstall one of the two" in ran.words
+
+
+def test_a_slow_plugin_is_flagged(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "SLOW_IMPORT_SECONDS", -1.0)
+    add_plugin("tiles", plugin_source("tiles", requires=("tilelib",)))
+    ran = command("doctor")
+    assert ran.code == 0
+    assert "(slow" in ran.out
+    assert "plugin tiles makes every start wait" in ran.words
+
+
+def test_a_plugin_that_is_not_allowed_is_shown_with_the_setting_that_says_so(
+    command: Command, add_plugin: AddPlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_PLUGINS", "")
+    add_plugin("tiles", "raise RuntimeError('must not be imported')\n")
+    ran = command("doctor")
+    assert ran.code == 0
+    assert "not allowed" in ran.out
+    assert "FLASHDISPATCH_PLUGINS= load only these" in ran.words
+
+
+def test_known_issues_are_listed_with_their_links(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source
+) -> None:
+    add_plugin("tiles", plugin_source("tiles", requires=("tilelib",)))
+    assert "tiles wrong at odd lengths (https://example.org/7)" in command("doctor").words
+    assert json.loads(command("doctor", "--json").out)["known_issues"][0]["url"] == "https://example.org/7"
+
+
+def test_variables_in_force_are_shown_with_their_meaning(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "error")
+    ran = command("doctor")
+    assert f"FLASHDISPATCH_FALLBACK=error {_settings.KNOWN['FLASHDISPATCH_FALLBACK']}" in ran.words
+
+
+def test_an_unknown_variable_is_shown_with_the_nearest_known_one(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_BAKEND", "x")
+    ran = command("doctor")
+    assert ran.code == 0
+    assert "FLASHDISPATCH_BAKEND is not a flashdispatch setting. Did you mean 'FLASHDISPATCH_BACKEND'?" in ran.words
+    settings = json.loads(command("doctor", "--json").out)["settings"]
+    assert settings["unknown"] == {"FLASHDISPATCH_BAKEND": " Did you mean 'FLASHDISPATCH_BACKEND'?"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FLASHDISPATCH_FALLBACK", "perhaps", "must be error, warn or allow"),
+        ("FLASHDISPATCH_STRICT_PLUGINS", "1", "plugin tiles (acme-tiles 2.0) failed to load"),
+    ],
+)
+def test_what_stops_the_examination_is_a_finding(
+    name: str, value: str, said: str, command: Command, add_plugin: AddPlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    add_plugin("tiles", "1 / 0\n")
+    ran = command("doctor")
+    assert ran.code == 1
+    assert said in ran.words
+    assert torch.__version__ in ran.out
+    assert said in json.loads(command("doctor", "--json").out)["broken"][0]
+
+
+def test_no_backend_that_can_run_here_is_a_1(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {backend["name"] for backend in json.loads(command("doctor", "--json").out)["backends"]}
+    monkeypatch.setenv("FLASHDISPATCH_DISABLE", ",".join(found))
+    ran = command("doctor")
+    assert ran.code == 1
+    assert "no backend can run on this machine" in ran.words
+
+
+def test_a_clone_that_is_not_installed_is_told_what_to_type(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
+    ran = command("doctor")
+    assert ran.code == 1
+    assert "none found" in ran.out
+    assert "pip install -e ." in ran.words
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_gpu_is_shown_with_its_architecture(
+    command: Command, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    here = Machine("Linux", "3.12", "2.11", "CUDA 13.0", "580.65", GPUS)
+    monkeypatch.setattr(findings, "this_machine", lambda: here)
+    ran = command("doctor", width=width)
+    assert "built for CUDA 13.0" in ran.out
+    assert "580.65" in ran.out
+    assert "0: NVIDIA H200, sm_90, 139.0 GiB" in ran.out
+    assert "1: NVIDIA B200, sm_100, 178.0 GiB" in ran.out
+    assert here.arch == "sm_90"
+
+
+def test_a_machine_without_a_gpu_is_a_cpu_and_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(index: int) -> None:
+        raise AssertionError(index)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", forbidden)
+    assert machine.this_machine().arch == "cpu"
+
+
+def test_what_torch_complains_about_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaining() -> bool:
+        import warnings
+
+        warnings.warn("The NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", complaining)
+    assert machine.this_machine().complaint == "The NVIDIA driver on your system is too old"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 8\nGCC version:  gcc 12", "535.161.08"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_driver_version_is_read_from_the_kernels_file(
+    text: str | None, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SimpleNamespace(exists=lambda: text is not None, read_text=lambda: text)
+    monkeypatch.setattr(machine, "_DRIVER", file)
+    assert machine.this_machine().driver == number
