@@ -4,6 +4,7 @@ One call: `attention(q, k, v, ...)`. Ask why with `explain(...)`, force a backen
 FLASHDISPATCH_BACKEND.
 """
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from flashdispatch._attention import attention
@@ -31,6 +32,7 @@ from flashdispatch_registry.errors import (
     InvalidTypeError,
     NoBackendError,
     PluginError,
+    SecondDerivativeError,
     SettingsError,
     SettingsWarning,
     UnknownBackendError,
@@ -38,7 +40,11 @@ from flashdispatch_registry.errors import (
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
 
-__version__ = _version("flashdispatch")
+try:
+    __version__ = _version("flashdispatch")
+except _PackageNotFoundError:
+    # A bare source tree on PYTHONPATH has no metadata, hence no entry points and no backends; `doctor` says what to do.
+    __version__ = "0+not.installed"
 
 __all__ = [
     "BackendLoadError",
@@ -55,6 +61,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Problem",
+    "SecondDerivativeError",
     "SettingsError",
     "SettingsWarning",
     "UnknownBackendError",

@@ -28,7 +28,7 @@ def adapt(
     cast_to: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Extras]:
     """q, k, v as (B, S, H, D) views with a contiguous last dim, and the extras in the backend's form."""
-    q, k, v = (_adapted(tensor, problem, cast_to) for tensor in (q, k, v))
+    q, k, v = (as_bshd(tensor, problem, cast_to) for tensor in (q, k, v))
     if attn_mask is not None:
         if cast_to is not None and attn_mask.dtype not in (torch.bool, torch.float32, problem.dtype):
             attn_mask = attn_mask.to(problem.dtype)
@@ -37,7 +37,8 @@ def adapt(
     return q, k, v, Extras(attn_mask, alibi_slopes, sinks, q_lens, kv_lens, seed)
 
 
-def _adapted(tensor: Tensor, problem: Problem, cast_to: torch.dtype | None) -> Tensor:
+def as_bshd(tensor: Tensor, problem: Problem, cast_to: torch.dtype | None) -> Tensor:
+    """One of q, k, v as a (B, S, H, D) view with a contiguous last dim."""
     if cast_to is not None and tensor.dtype is not torch.float64:
         tensor = tensor.to(cast_to)
     if needs_copy(tensor):

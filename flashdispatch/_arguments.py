@@ -192,9 +192,9 @@ def _sizes(args: Arguments) -> _Sizes:
     if heads_q < 1 or heads_k < 1:
         _bad(f"q, k and v need at least one head, got Hq={heads_q}, Hkv={heads_k}", args)
     if heads_q % heads_k:
-        swapped = q[seq] % heads_k == 0 and q[seq] != k[seq]
         other = "bhsd" if args.layout == "bshd" else "bshd"
-        hint = f"; with layout={other!r} they would be read the other way round" if swapped or q[head] == q[seq] else ""
+        fits = k[seq] != 0 and q[seq] % k[seq] == 0
+        hint = f"; read with layout={other!r} they would fit" if fits else ""
         _bad(f"Hq must be a multiple of Hkv (GQA), got Hq={heads_q}, Hkv={heads_k}{hint}", args)
     head_dim, head_dim_k, head_dim_v = int(q[3]), int(k[3]), int(v[3])
     if head_dim != head_dim_k:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashdispatch import _execute, _forcing, _plans, _settings
-from flashdispatch._adapt import adapt
+from flashdispatch._adapt import adapt, as_bshd
 from flashdispatch._arguments import Arguments, autocast_dtype, check, check_length_values, fp32_precision
 from flashdispatch._forcing import Names
 from flashdispatch_registry.masks import Align
@@ -217,7 +217,7 @@ def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
     checked = check(args)
     problem = checked.problem
     plan, backend = _plans.commit(problem, asked, disable, adapters=checked.adapters)
-    q = adapt(args.q, args.k, args.v, *(None,) * 6, problem, checked.cast_to)[0]
+    q = as_bshd(args.q, problem, checked.cast_to)
     lengths = problem.q_lens or problem.kv_lens
     read_lengths = lengths and (args.q.device.type == "cpu" or _settings.read().check)
     return _Call(_execute.bound(plan, backend, q), checked.cast_to, read_lengths)

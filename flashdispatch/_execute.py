@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
+from flashdispatch_registry.errors import SecondDerivativeError
 from flashdispatch_registry.layout import dense_strides
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
@@ -59,6 +59,8 @@ class Bound:
         elif dout.stride(-1) != 1:
             # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
             dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
         with ExitStack() as around:
             self._enter(around, dout)
             try:
@@ -89,7 +91,7 @@ def bound(plan: Plan, backend: Backend, q: Tensor) -> Bound:
 
 
 class Attention(torch.autograd.Function):
-    """The one autograd node. Gradients for any subset of q, k, v, attn_mask and sinks; the LSE is differentiable."""
+    """The autograd node. Gradients for any subset of q, k, v, attn_mask and sinks; the LSE is differentiable."""
 
     @staticmethod
     def forward(
@@ -106,23 +108,40 @@ class Attention(torch.autograd.Function):
         out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
         ctx.save_for_backward(*saved)
         ctx.call = call
-        ctx.device_of = q.device
         # An unused output then arrives as None, and no dLSE tensor is ever made for it.
         ctx.set_materialize_grads(False)
         return (out, cast("Tensor", lse)) if call.problem.return_lse else out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """FlashAttention-2's backward (arXiv 2307.08691, Algorithm 2) as the backend runs it."""
         if dout is None and dlse is None:
             return (None,) * 7
-        saved = ctx.saved_tensors
         needs = Needs(*ctx.needs_input_grad[2:])
-        return (
-            None,
-            None,
-            *ctx.call.backward(saved, dout, dlse, needs, cast("Tensor", dout if dout is not None else dlse)),
+        like = cast("Tensor", dout if dout is not None else dlse)
+        gradients = ctx.call.backward(ctx.saved_tensors, dout, dlse, needs, like)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = Once.apply(like.new_empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
+        return (None, None, *gradients)
+
+
+class Once(torch.autograd.Function):
+    """Passes gradients on and raises when they are differentiated again: a second derivative is never dropped.
+
+    torch's `once_differentiable` raises only when dout itself needs a gradient, so that a gradient penalty, whose dout
+    is constant, would silently lose its part through q, k and v.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        """`anchor` requires a gradient, so what comes out does too."""
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *second: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        """Raises SecondDerivativeError."""
+        raise SecondDerivativeError(
+            "attention is differentiable once; for a second derivative compute it in plain PyTorch operations"
         )
 
 

@@ -132,8 +132,11 @@ def commit(
     A backend whose code fails to import carries that as a reason from then on: auto-selection and a chain go on to the
     next one (the plan says why), a single forced one raises.
 
-    Raises BackendUnsupportedError, NoBackendError, UnknownBackendError, DisabledBackendError, FallbackError.
+    Raises BackendUnsupportedError, NoBackendError, UnknownBackendError, DisabledBackendError, FallbackError,
+    SettingsError.
     """
+    _settings.warn_unknown()
+    settings = _settings.read()
     while True:
         plan = plan_for(problem, asked, disable, adapters=adapters, notes=notes)
         name = require(plan)
@@ -143,7 +146,7 @@ def commit(
             log.warning("%s", error)
             cache.clear()
             continue  # now it has the reason LOAD_FAILED, so the next plan is another one, or raises with it
-        _fallback_event(plan)
+        _fallback_event(plan, settings.fallback)
         log.debug("%s for %s", name, problem.describe())
         return plan, backend
 
@@ -267,12 +270,9 @@ def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tupl
 _events: set[tuple[Any, ...]] = set()
 
 
-def _fallback_event(plan: Plan) -> None:
+def _fallback_event(plan: Plan, policy: _settings.FallbackPolicy) -> None:
     """FLASHDISPATCH_FALLBACK: taking a slow path on a GPU is said, once per class of problem, or refused."""
-    if plan.fallback is None:
-        return
-    policy = _settings.read().fallback
-    if policy == "allow":
+    if plan.fallback is None or policy == "allow":
         return
     text = (
         f"{plan.fallback}, and no fused backend can run this.\n"

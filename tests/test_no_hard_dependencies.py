@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-HEAVY = ("triton", "tilelang", "tvm", "cupy", "rich", "typer", "pytest", "hypothesis", "numpy.testing", "transformers")
+HEAVY = ("triton", "tilelang", "tvm", "cupy", "rich", "typer", "pytest", "hypothesis", "transformers")
 
 LOOK = f"""
 import json, os, sys

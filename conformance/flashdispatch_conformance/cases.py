@@ -42,7 +42,9 @@ last_dim_strided  stride 2 in the last dim: the one form that has to be copied
 expanded_all      one number, stride 0 everywhere: what ``out.sum().backward()`` sends
 """
 
-MaskPattern = Literal["random", "all_true", "all_false", "first_half", "empty_rows", "band", "finfo_min"]
+MaskPattern = Literal[
+    "random", "all_true", "all_false", "first_half", "empty_rows", "band", "finfo_min", "finfo_min_row"
+]
 """What a mask says.
 
 random            bool: 7 in 10 visible. float: N(0, 1), and one in 10 -inf
@@ -50,7 +52,8 @@ all_true, all_false
 first_half        the first 58 % of the keys
 empty_rows        like random, and every fourth row sees nothing
 band              i - 9 <= j <= i, the rest -inf or False: whole tiles of a row are hidden
-finfo_min         float: 0, or the most negative number of the dtype in one of 3 entries and in all of row 1
+finfo_min         float: 0, and in one of 3 entries the most negative number of the dtype
+finfo_min_row     the same, and row 1 is full of it
 """
 
 
@@ -393,9 +396,15 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_float_finfo_min",
-        why="finfo.min is a number, not -inf: a row full of it attends to everything alike",
+        why="a padding mask of finfo.min, as transformers makes it: a number whose weight underflows to 0",
         seqlens=(16, 33),
-        mask=Mask(shape=(1, 1, 16, 33), kind="float", pattern="finfo_min"),
+        mask=Mask(shape=(1, 1, 16, 33), kind="float", pattern="finfo_min", grad=True),
+    ),
+    Case(
+        id="named/mask_float_finfo_min_row",
+        why="finfo.min is not -inf: a row full of it sees every key, has a finite LSE, and is no NaN",
+        seqlens=(16, 33),
+        mask=Mask(shape=(1, 1, 16, 33), kind="float", pattern="finfo_min_row"),
     ),
     # Lengths of padded sequences; NaN past them
     Case(

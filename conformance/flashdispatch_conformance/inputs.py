@@ -344,7 +344,7 @@ def _draw_mask(case: Case, mask: Mask, to: torch.dtype, generator: torch.Generat
     match mask.pattern:
         case "random":
             visible = uniform < (0.7 if mask.kind == "bool" else 0.9)
-        case "all_true" | "finfo_min":
+        case "all_true" | "finfo_min" | "finfo_min_row":
             visible = torch.ones(mask.shape, dtype=torch.bool)
         case "all_false":
             visible = torch.zeros(mask.shape, dtype=torch.bool)
@@ -359,6 +359,7 @@ def _draw_mask(case: Case, mask: Mask, to: torch.dtype, generator: torch.Generat
     added = torch.zeros(mask.shape, dtype=torch.float64)
     if mask.pattern == "random":
         added = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-    elif mask.pattern == "finfo_min":
-        added = torch.where((uniform < 1 / 3) | (rows == 1), torch.finfo(to).min, added)
+    elif mask.pattern in ("finfo_min", "finfo_min_row"):
+        lowest = (uniform < 1 / 3) | ((rows == 1) & (mask.pattern == "finfo_min_row"))
+        added = torch.where(lowest, torch.finfo(to).min, added)
     return torch.where(visible, added, -torch.inf)

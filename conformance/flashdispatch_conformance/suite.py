@@ -89,6 +89,9 @@ def run_case(
         raise
     except flashdispatch.DisabledBackendError as error:
         return run.result("not_run", [str(error)])
+    except flashdispatch.BackendUnsupportedError as error:  # refused after explain said yes: its code failed to load
+        reasons = () if error.plan is None else error.plan.candidate(backend).reasons
+        return run.result("not_run" if _cannot_run_here(reasons) else "fail", [str(error)])
     except _NotRunError as error:
         return run.result("not_run", [str(error)])
     except torch.OutOfMemoryError as error:
@@ -102,6 +105,10 @@ def run_case(
 
 class _NotRunError(Exception):
     """The backend can't run here at all."""
+
+
+def _cannot_run_here(reasons: Sequence[Reason]) -> bool:
+    return any(reason.code in INSTALLATION for reason in reasons)
 
 
 class _Run:
@@ -200,7 +207,7 @@ class _Run:
             reasons = plan.candidate(self.backend).reasons
             if not reasons:
                 return True
-            if any(reason.code in INSTALLATION for reason in reasons):
+            if _cannot_run_here(reasons):
                 raise _NotRunError("; ".join(map(str, reasons)))
             self.refused[part] = tuple(str(reason.code) for reason in reasons)
             self.check_refusal(part, reasons)

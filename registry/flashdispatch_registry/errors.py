@@ -8,6 +8,7 @@ FlashDispatchError
 ├── SettingsError (ValueError)                  an environment variable with a bad value
 ├── BackendUnsupportedError (NotImplementedError)   the forced backend can't run this, with all its reasons
 ├── NoBackendError (NotImplementedError)        no backend can run this, with everyone's reasons
+├── SecondDerivativeError (RuntimeError)        a gradient of attention differentiated again
 ├── FallbackError (RuntimeError)                FLASHDISPATCH_FALLBACK=error refused a slow path
 ├── PluginError (RuntimeError)                  a plugin broke the rules (strict mode, or run-time registration)
 └── BackendLoadError (RuntimeError)             a backend's code could not be imported
@@ -71,6 +72,10 @@ class BackendUnsupportedError(FlashDispatchError, NotImplementedError):
 
 class NoBackendError(FlashDispatchError, NotImplementedError):
     """No backend can run this problem; the message has every backend's reasons."""
+
+
+class SecondDerivativeError(FlashDispatchError, RuntimeError):
+    """A gradient of attention was differentiated again; attention is differentiable once."""
 
 
 class FallbackError(FlashDispatchError, RuntimeError):

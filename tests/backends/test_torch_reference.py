@@ -345,7 +345,7 @@ EMPTY_ROWS: dict[str, Case] = {
     "window_off_the_end": Case(seqlen_q=11, seqlen_k=4, align="top_left", window=(1, 0)),
     "bool_mask": Case(bool_mask=(1, 1, 2, 1), seed=1),
     "float_mask_of_minus_infinity": Case(float_mask=(1, 1, 2, 1), seed=1),
-    "kv_lens": Case(kv_lens=True, seqlen_k=2, seed=3),
+    "kv_lens": Case(batch=6, kv_lens=True, seqlen_k=2),
     "q_lens": Case(q_lens=True, seed=3),
 }
 

@@ -45,13 +45,17 @@ def test_a_case_says_why_and_contradicts_nothing(case: Case) -> None:
     assert case.needs_grad or not case.dlse
 
 
+def with_(name: str, value: object) -> Callable[[Case], bool]:
+    return lambda case: getattr(case, name) == value
+
+
 EDGES: dict[str, Callable[[Case], bool]] = {
     "Sq < Sk, bottom-right": lambda c: c.seqlens[0] < c.seqlens[1] and c.causal is True,
     "Sq < Sk, top-left": lambda c: c.seqlens[0] < c.seqlens[1] and c.causal == "top_left",
     "Sq > Sk, bottom-right": lambda c: c.seqlens[0] > c.seqlens[1] and c.causal is True,
     "Sq > Sk, top-left": lambda c: c.seqlens[0] > c.seqlens[1] and c.causal == "top_left",
-    **{f"S = {s}": lambda c, s=s: c.seqlens == (s, s) for s in (1, 63, 64, 65, 704)},  # type: ignore[misc]
-    **{f"D = {d}": lambda c, d=d: c.dims == (d, d) for d in (8, 40, 64, 96, 128, 256)},  # type: ignore[misc]
+    **{f"S = {s}": with_("seqlens", (s, s)) for s in (1, 63, 64, 65, 704)},
+    **{f"D = {d}": with_("dims", (d, d)) for d in (8, 40, 64, 96, 128, 256)},
     "Sk = 0": lambda c: c.seqlens[1] == 0,
     "Sq = 0": lambda c: c.seqlens[0] == 0,
     "decode": lambda c: c.seqlens[0] == 1 and c.seqlens[1] > 1,
@@ -61,15 +65,15 @@ EDGES: dict[str, Callable[[Case], bool]] = {
     "NaN past kv_lens": lambda c: c.kv_lens is not None and min(c.kv_lens) < c.seqlens[1],
     "NaN past q_lens": lambda c: c.q_lens is not None and min(c.q_lens) < c.seqlens[0],
     "lengths 0 and full": lambda c: c.kv_lens is not None and {0, c.seqlens[1]} <= set(c.kv_lens),
-    **{  # type: ignore[misc]
-        f"{tensor} {view}": lambda c, t=tensor, v=view: getattr(c, f"{t}_view") == v
+    **{
+        f"{tensor} {view}": with_(f"{tensor}_view", view)
         for tensor in ("q", "k", "v", "dout")
         for view in ("transposed", "sliced")
     },
     "expanded inputs": lambda c: {c.q_view, c.k_view, c.v_view} <= {"expanded_batch", "expanded_heads"},
     "expanded dout": lambda c: c.dout_view == "expanded_all",
     "a last dim that is not contiguous": lambda c: c.q_view == "last_dim_strided",
-    **{f"heads {h}": lambda c, h=h: c.heads == h for h in ((8, 2), (6, 3), (4, 1))},  # type: ignore[misc]
+    **{f"heads {h}": with_("heads", h) for h in ((8, 2), (6, 3), (4, 1))},
     "Dv < D": lambda c: c.dims[1] < c.dims[0],
     "Dv > D": lambda c: c.dims[1] > c.dims[0],
     "window of one": lambda c: c.window == (0, 0),
@@ -116,7 +120,9 @@ FULL = Support(
     lse_grad=True,
     deterministic=True,
 )
-NEEDS_BACKWARD = {"attn_mask_grad": False, "sinks_grad": False, "lse_grad": False, "deterministic": False}
+FORWARD_ONLY = replace(
+    FULL, backward=False, attn_mask_grad=False, sinks_grad=False, lse_grad=False, deterministic=False
+)
 WITHOUT: dict[str, list[Support]] = {
     "head_dims": [replace(FULL, head_dims=HeadDims(multiple=8)), replace(FULL, head_dims=HeadDims(maximum=128))],
     "head_dims_v": [replace(FULL, head_dims_v=None)],
@@ -135,7 +141,7 @@ WITHOUT: dict[str, list[Support]] = {
     "softcap": [replace(FULL, softcap=False)],
     "dropout": [replace(FULL, dropout=False)],
     "gqa": [replace(FULL, gqa=False)],
-    "backward": [replace(FULL, backward=False, **NEEDS_BACKWARD)],
+    "backward": [FORWARD_ONLY],
     "lse_grad": [replace(FULL, lse_grad=False)],
     "deterministic": [replace(FULL, deterministic=False)],
 }

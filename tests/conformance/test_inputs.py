@@ -1,4 +1,4 @@
-"""The tensors of a case: the same numbers in every form, poison around and beyond them, and nothing changed unnoticed."""
+"""The tensors of a case: the same numbers in every form, poison around and beyond them, no change unnoticed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_view_holds_the_logical_values_and_poison_surrounds_it(view: View, hea
     assert torch.equal(tensor.double(), kept)
     assert flat[:GUARD].isnan().all()
     assert flat[-GUARD:].isnan().all()
-    assert int((~flat.isnan()).sum()) == tensor.unique().numel()  # nothing else is a number
+    assert int((~flat.isnan()).sum()) == len(set(tensor.flatten().tolist()))  # nothing else is a number
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_view_holds_the_logical_values_and_poison_surrounds_it(view: View, hea
         ("every_other", (120, 20, 4, 1)),
         ("unaligned", (60, 20, 4, 1)),
         ("expanded_batch", (0, 20, 4, 1)),
-        ("expanded_heads", (20, 4, 0, 1)),
+        ("expanded_heads", (12, 4, 0, 1)),
         ("last_dim_strided", (120, 40, 8, 2)),
         ("expanded_all", (0, 0, 0, 0)),
     ],
@@ -112,4 +112,4 @@ def test_every_case_builds(case: Case) -> None:
     seq, head = (1, 2) if case.layout == "bshd" else (2, 1)
     assert (inputs.q.shape[seq], inputs.q.shape[head]) == (case.seqlens[0], case.heads[0])
     assert (inputs.k.shape[seq], inputs.k.shape[head]) == (case.seqlens[1], case.heads[1])
-    assert not [name for name in inputs.changed()]
+    assert not inputs.changed()

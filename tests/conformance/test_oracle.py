@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -125,7 +126,7 @@ def assert_matches_autograd(
                 for x in streams
             ]
         ).reshape(problem.batch, problem.heads_q, q.shape[1], k.shape[1])
-    out, lse = by_autograd(problem, *leaves[:3], extras._replace(attn_mask=mask, sinks=sinks), kept)
+    out, lse = by_autograd(problem, leaves[0], leaves[1], leaves[2], extras._replace(attn_mask=mask, sinks=sinks), kept)
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
     finite = lse.isfinite()
@@ -139,16 +140,16 @@ def assert_matches_autograd(
         for b, n in enumerate(extras.q_lens.tolist()):
             dout[b, n:] = torch.nan
     got = truth(problem, q, k, v, extras, dout, dlse if lse_grad else None)
-    close = {"rtol": 1e-11, "atol": 1e-12}
-    torch.testing.assert_close(got.out, out.detach(), **close)
-    torch.testing.assert_close(got.lse, lse.detach(), **close)
+    assert_close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
+    assert_close(got.out, out.detach())
+    assert_close(got.lse, lse.detach())
     names = (
         ["dq", "dk", "dv"]
         + ["dattn_mask"] * (mask is not None and mask.requires_grad)
         + ["dsinks"] * (sinks is not None)
     )
     for name, leaf, want in zip(names, leaves, expected, strict=True):
-        torch.testing.assert_close(getattr(got, name), torch.zeros_like(leaf) if want is None else want, **close)
+        assert_close(getattr(got, name), torch.zeros_like(leaf) if want is None else want)
 
 
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
@@ -164,7 +165,7 @@ def test_visibility_is_the_band_of_the_registry(align: Any, window: Any, causal:
 def test_position_is_the_registrys() -> None:
     q, k, v = random_qkv()
     for align in ("bottom_right", "top_left"):
-        band = Band(align=align)  # type: ignore[arg-type]
+        band = Band(align=align)
         expected = [band.position(i, 5, 7) for i in range(5)]
         assert position(problem_of(q, k, v, band=band), 5, 7)[:, 0].tolist() == expected
 
@@ -237,7 +238,7 @@ def test_lse_gradient_may_be_absent() -> None:
 def test_autograds_own_formula_passes_gradcheck() -> None:
     q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, seqlen_q=3, seqlen_k=5, heads=(2, 1), dims=(4, 4)))
     problem = problem_of(q, k, v, band=Band(right=0), softcap=2.0)
-    assert torch.autograd.gradcheck(lambda *x: by_autograd(problem, *x, Extras()), (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, k, v: by_autograd(problem, q, k, v, Extras()), (q, k, v))
 
 
 def test_values_past_the_lengths_never_matter() -> None:

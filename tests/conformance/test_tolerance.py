@@ -195,6 +195,19 @@ def test_an_honest_tiled_kernel_breaks_no_gate(case: Case, dtype: torch.dtype) -
     assert not failures
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cross_wide", "gqa_8_2", "peaked", "softcap_peaked", "alibi_causal", "dropout", "sinks_window_gqa",
+        "mask_float_grad", "mask_float_keys_grad", "mask_float_finfo_min", "lens_causal", "all_equal", "everything",
+    ],
+)  # fmt: skip
+def test_sigma_is_of_the_size_of_the_noise(name: str) -> None:
+    """A model that allows too much would pass anything: an honest kernel must use a fair part of what it is allowed."""
+    for tensor, stats in run(BY_ID[f"named/{name}"], torch.bfloat16).items():
+        assert (0.03 if tensor == "lse" else 0.1) < stats.rms < 0.6
+
+
 FAULTS = [
     ("scale_1_percent", "named/length_65", "out", "rms"),
     ("scale_1_percent", "named/length_65", "lse", "rms"),

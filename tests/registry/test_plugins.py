@@ -433,7 +433,9 @@ def test_the_policy_says_which_outside_plugins_load(install, spec, policy: Plugi
     } - loaded  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["failed to load: ImportError: old", "neither is used", "can't be taken", "API_VERSION"])
+@pytest.mark.parametrize(
+    "text", ["failed to load: ImportError: old", "neither is used", "can't be taken", "API_VERSION"]
+)
 def test_strict_raises_at_the_first_broken_plugin_and_again_when_asked_again(install, spec, text: str) -> None:
     causes = {
         "failed to load: ImportError: old": [("a", "a-dist", raising(ImportError("old")))],

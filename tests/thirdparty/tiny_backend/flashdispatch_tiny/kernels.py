@@ -27,8 +27,8 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Te
     """dV = P^T dO, dS = scale P (dO V^T - Delta + dLSE), dQ = dS K, dK = dS^T Q, with Delta = rowsum(dO O)."""
     q, k, v, out, lse = saved
     P = _weights(_scores(problem, q, k), lse)
-    Q, K, V, O, dO = (x.to(P.dtype) for x in (q, k, v, out, dout))
-    Delta = torch.einsum("bihd,bihd->bhi", dO, O)
+    Q, K, V, dO = (x.to(P.dtype) for x in (q, k, v, dout))
+    Delta = torch.einsum("bihd,bihd->bhi", dO, out.to(P.dtype))
     if dlse is not None:
         Delta -= dlse.masked_fill(lse == -math.inf, 0.0)  # a row that sees no key has no gradient
     dS = P * (torch.einsum("bihd,bjhd->bhij", dO, V) - Delta[..., None]) * problem.scale

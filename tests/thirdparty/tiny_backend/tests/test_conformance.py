@@ -7,3 +7,4 @@ from flashdispatch_conformance import AttentionConformance
 
 class TestTiny(AttentionConformance):
     backend = "tiny"
+    device = "cpu"

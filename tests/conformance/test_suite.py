@@ -1,0 +1,382 @@
+"""The suite on fake backends: each breach of the contract is found, and what is not declared must be refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdispatch
+import flashdispatch_conformance
+from flashdispatch_backends import torch_reference
+from flashdispatch_conformance import AttentionConformance, Result, run_case
+from flashdispatch_conformance.cases import BY_ID
+from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, Needs, Problem, Support
+
+SUPPORT: Support = next(b.spec.support for b in flashdispatch.backends() if b.name == "torch_reference" and b.spec)
+
+
+class Fake:
+    """torch_reference, for subclasses to spoil."""
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        return torch_reference.forward(problem, q, k, v, extras)
+
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        return torch_reference.backward(problem, saved, dout, dlse, needs)
+
+    def prepare(self, problem: Problem) -> None:
+        pass
+
+
+class Register(Protocol):
+    def __call__(self, backend: object, support: Support = ..., **spec: Any) -> str: ...
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+    """Registers an object as backend "fake" and returns the name."""
+    registered = []
+
+    def register(backend: object, support: Support = SUPPORT, **spec: Any) -> str:
+        module = ModuleType("conformance_fake")
+        module.backend = backend  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "conformance_fake", module)
+        flashdispatch.register(BackendSpec(name="fake", factory="conformance_fake:backend", support=support, **spec))
+        registered.append("fake")
+        return "fake"
+
+    yield register
+    for name in registered:
+        flashdispatch.unregister(name)
+
+
+def run(name: str, case: str = "named/length_63", dtype: torch.dtype = torch.bfloat16) -> Result:
+    return run_case(BY_ID[case], name, dtype)
+
+
+def test_a_right_backend_passes_with_numbers_for_every_tensor(register: Register) -> None:
+    result = run(register(Fake()))
+    assert result.outcome == "pass", result.report()
+    assert set(result.stats) >= {"out", "lse", "dq", "dk", "dv"}
+    assert (result.case, result.backend, result.dtype) == ("named/length_63", "fake", "bfloat16")
+    assert 0.05 < result.stats["out"].rms < 0.6
+    assert result.judged
+    assert not result.refused
+    assert "rms" in result.report()
+
+
+class OffByOnePercent(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        return super().forward(replace(problem, scale=problem.scale * 1.01), q, k, v, extras)
+
+
+class WritesToInputs(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        result = super().forward(problem, q, k, v, extras)
+        k[0, 0, 0, 0] += 1.0
+        return result
+
+
+class ReadsBeforeItsTensors(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        out[0, 0] += 0 * v.as_strided((1,), (1,), v.storage_offset() - 1)
+        return Forward(out, lse, saved)
+
+
+class IgnoresLengths(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        ignorant = replace(problem, kv_lens=False)
+        return (
+            super()
+            .forward(problem, q, k, v, extras)
+            ._replace(out=super().forward(ignorant, q, k, v, extras._replace(kv_lens=None)).out)
+        )
+
+
+class FlickeringOutput(Fake):
+    calls = 0
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        self.calls += 1
+        return Forward(out * (1 + 2.0**-7 * (self.calls % 2)), lse, saved)
+
+
+class FlickeringGradient(Fake):
+    calls = 0
+
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        gradients = super().backward(problem, saved, dout, dlse, needs)
+        self.calls += 1
+        assert gradients.q is not None
+        gradients.q[0, -1, 0, 0] *= 1 + 2.0**-7 * (self.calls % 2)
+        return gradients
+
+
+class OutputFollowsTheLse(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        return Forward(out * (1 + 2.0**-7 * problem.return_lse), lse, saved)
+
+
+class LowPrecisionLse(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        return Forward(out, None if lse is None else lse.to(problem.dtype), saved)
+
+
+class TransposedLse(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        return Forward(out, None if lse is None else lse.transpose(1, 2).contiguous().transpose(1, 2), saved)
+
+
+class NoGradientForTheKeys(Fake):
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        gradients = super().backward(problem, saved, dout, dlse, needs)
+        assert gradients.k is not None
+        return gradients._replace(k=torch.zeros_like(gradients.k))
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "message"),
+    [
+        (OffByOnePercent, "named/length_63", "lse: rms of z"),
+        (WritesToInputs, "named/length_63", "inputs were written to: k"),
+        (ReadsBeforeItsTensors, "named/length_63", "out[0, 0, 0, 0] is nan"),
+        (IgnoresLengths, "named/lens_kv_only", "is nan where the truth is"),
+        (FlickeringOutput, "named/length_63", "out is not bitwise repeatable in the differentiable call"),
+        (FlickeringOutput, "named/forward_only", "out is not bitwise repeatable"),
+        (FlickeringGradient, "named/deterministic", "dq is not bitwise repeatable"),
+        (OutputFollowsTheLse, "named/length_63", "out is another one when the LSE is returned too"),
+        (LowPrecisionLse, "named/length_63", "lse of the lse call has dtype torch.bfloat16, expected torch.float32"),
+        (TransposedLse, "named/length_63", "lse of the lse call has strides"),
+        (NoGradientForTheKeys, "named/length_63", "dk: rms of z"),
+    ],
+)
+def test_a_breach_is_found(register: Register, backend: type[Fake], case: str, message: str) -> None:
+    result = run(register(backend()), case)
+    assert result.outcome == "fail"
+    assert message in result.report()
+
+
+def test_gradients_may_flicker_within_their_noise_unless_determinism_is_asked_for(register: Register) -> None:
+    result = run(register(FlickeringGradient()))
+    assert result.outcome == "pass", result.report()
+    assert "dq (gradients)" in result.stats  # the second run was judged too
+
+
+class Raises(Fake):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def forward(self, *_: object) -> Forward:
+        raise self.error
+
+
+def test_an_exception_is_an_error_with_its_traceback(register: Register) -> None:
+    result = run(register(Raises(RuntimeError("illegal memory access"))))
+    assert result.outcome == "error"
+    assert "illegal memory access" in result.report()
+    assert "Traceback" in result.report()
+
+
+def test_no_memory_is_no_statement_about_the_backend(register: Register) -> None:
+    assert run(register(Raises(torch.OutOfMemoryError()))).outcome == "not_run"
+
+
+def test_a_missing_requirement_is_not_run(register: Register) -> None:
+    name = register(Fake(), requires=("a-distribution-that-nobody-has>=1",))
+    result = run(name)
+    assert result.outcome == "not_run"
+    assert "DEP_MISSING" in result.report()
+
+
+def test_a_backend_that_fails_to_load_is_not_run(register: Register) -> None:
+    result = run(register("no backend"))
+    assert result.outcome == "not_run"
+    assert "LOAD_FAILED" in result.report()
+
+
+def test_a_disabled_backend_is_not_run(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = register(Fake())
+    monkeypatch.setenv("FLASHDISPATCH_DISABLE", name)
+    assert run(name).outcome == "not_run"
+
+
+def test_an_unknown_backend_raises() -> None:
+    with pytest.raises(flashdispatch.UnknownBackendError):
+        run("nobody")
+
+
+def test_what_is_not_declared_is_refused_with_its_codes(register: Register) -> None:
+    result = run(register(Fake(), replace(SUPPORT, causal=frozenset())))
+    assert result.outcome == "unsupported"
+    assert result.refused == {"gradients": ("CAUSAL",), "out": ("CAUSAL",), "lse": ("CAUSAL",)}
+    assert not result.stats
+
+
+def test_a_forward_without_a_backward_is_still_held_to_the_truth(register: Register) -> None:
+    bare = replace(SUPPORT, backward=False, attn_mask_grad=False, sinks_grad=False, lse_grad=False, deterministic=False)
+    result = run(register(Fake(), bare))
+    assert result.outcome == "pass", result.report()
+    assert result.refused == {"gradients": ("BACKWARD",)}
+    assert set(result.stats) == {"out", "lse"}
+
+
+def test_a_call_that_should_be_refused_and_runs_is_a_failure(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = register(Fake(), replace(SUPPORT, causal=frozenset()))
+    attention = flashdispatch.attention
+
+    def obliging(*tensors: Tensor, backend: str, **arguments: Any) -> Any:
+        return attention(*tensors, backend="torch_reference", **arguments)
+
+    monkeypatch.setattr(flashdispatch, "attention", obliging)
+    result = run(name)
+    assert result.outcome == "fail"
+    assert "out is not declared (CAUSAL) but the call ran" in result.report()
+
+
+def test_a_refusal_by_another_error_is_a_failure(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = register(Fake(), replace(SUPPORT, causal=frozenset()))
+
+    def broken(*tensors: Tensor, **arguments: Any) -> Any:
+        raise TypeError("unexpected keyword")
+
+    monkeypatch.setattr(flashdispatch, "attention", broken)
+    result = run(name)
+    assert result.outcome == "fail"
+    assert "TypeError: unexpected keyword in place of BackendUnsupportedError" in result.report()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: replace(p, scale=2 * p.scale), "scale for"),
+        (lambda p: replace(p, band=replace(p.band, right=None)), "band for"),
+        (lambda p: replace(p, needs_grad=("q",)), "needs_grad for"),
+    ],
+)
+def test_a_call_that_the_core_misunderstood_is_a_failure(
+    register: Register, monkeypatch: pytest.MonkeyPatch, change: Callable[[Problem], Problem], message: str
+) -> None:
+    name = register(Fake())
+    explain = flashdispatch.explain
+
+    def misunderstood(*tensors: Tensor, **arguments: Any) -> Any:
+        plan = explain(*tensors, **arguments)
+        return replace(plan, problem=change(plan.problem))
+
+    monkeypatch.setattr(flashdispatch, "explain", misunderstood)
+    result = run(name)
+    assert result.outcome == "fail"
+    assert message in result.report()
+
+
+def test_float32_is_recorded_without_a_verdict_and_says_so(register: Register) -> None:
+    result = run(register(OffByOnePercent()), dtype=torch.float32)
+    assert result.outcome == "pass"
+    assert not result.judged
+    assert "no verdict" in result.report()
+    assert result.stats["lse"].max > 8
+    assert run("fake", dtype=torch.float64).outcome == "fail"
+
+
+def test_importing_a_part_loads_no_pytest() -> None:
+    parts = ("cases", "inputs", "oracle", "philox", "suite", "tolerance")
+    code = (
+        f"import sys, {', '.join(f'flashdispatch_conformance.{p}' for p in parts)}; sys.exit('pytest' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_the_package_has_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flashdispatch_conformance.nothing
+
+
+class TestMine(AttentionConformance):
+    """What an author writes; here with few cases."""
+
+    backend = "torch_reference"
+    dtypes = (torch.bfloat16,)
+    cases = (BY_ID["named/d8"], BY_ID["named/gqa_6_3"])
+    device = "cpu"
+
+    def test_ids_are_case_and_dtype(self, request: pytest.FixtureRequest) -> None:
+        ids = {item.name for item in request.session.items if item.parent is request.node.parent}
+        assert {"test_case[named/d8-bfloat16]", "test_case[named/gqa_6_3-bfloat16]"} <= ids
+
+
+def test_the_readmes_ten_lines_work(tmp_path: Path) -> None:
+    readme = Path(flashdispatch_conformance.__file__).with_name("README.md").read_text(encoding="utf-8")
+    lines = readme.split("```python\n")[1].split("```")[0]
+    lines = lines.replace("my_package.kernels", "flashdispatch_backends.torch_reference")
+    lines = lines.replace("Support(", 'Support(devices=frozenset({"cpu"}), ') + '    device = "cpu"\n'
+    (tmp_path / "test_my_backend.py").write_text(lines, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "d128 or gqa_6_3 or minimum"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=240)
+    assert "2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_authors_test_module_fails_skips_and_passes(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        textwrap.dedent(
+            """
+            import flashdispatch
+            import torch
+            from flashdispatch_backends import torch_reference
+            from flashdispatch_conformance import AttentionConformance
+            from flashdispatch_conformance.cases import BY_ID
+            from flashdispatch_registry import BackendSpec, Forward, HeadDims, Support
+
+            class Mine:
+                @staticmethod
+                def forward(problem, q, k, v, extras):
+                    out, lse, saved = torch_reference.forward(problem, q, k, v, extras)
+                    return Forward(out * (1.1 if problem.head_dim == 96 else 1.0), lse, saved)
+
+                backward, prepare = torch_reference.backward, torch_reference.prepare
+
+            support = Support(
+                dtypes=frozenset({torch.float16}), head_dims=HeadDims(), devices=frozenset({"cpu"}), lse=True,
+                causal=frozenset({"bottom_right"}),
+            )
+            flashdispatch.register(BackendSpec(name="mine", factory="test_mine:Mine", support=support))
+
+            class TestMine(AttentionConformance):
+                backend = "mine"
+                dtypes = (torch.float16,)
+                cases = [BY_ID[f"named/{name}"] for name in ("length_63", "d96", "gqa_6_3")]
+                device = "cpu"
+            """
+        ),
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=240)
+    assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "PASSED test_mine.py::TestMine::test_case[named/length_63-float16]" in done.stdout
+    assert "PASSED test_mine.py::TestMine::test_the_minimum_is_supported" in done.stdout
+    assert "FAILED test_mine.py::TestMine::test_case[named/d96-float16]" in done.stdout
+    assert "out refused: GQA" in done.stdout
+    assert "out: rms of z is" in done.stdout  # the assert is explained by the report

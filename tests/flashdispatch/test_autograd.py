@@ -1,0 +1,222 @@
+"""Gradients: any subset of inputs, through the LSE, under autocast and checkpointing, from any dout."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flashdispatch
+from flashdispatch import attention
+
+
+def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def test_gradcheck_in_float64(qkv: Any) -> None:
+    q, k, v = qkv(batch=1, seqlen_q=3, seqlen_k=5, heads_q=4, heads_kv=2, head_dim=3, head_dim_v=2, dtype=torch.float64,
+                  requires_grad=True)  # fmt: skip
+    mask = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+
+    def run(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return attention(q, k, v, causal=True, attn_mask=mask, softcap=2.0, return_lse=True)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, mask))
+
+
+@pytest.mark.parametrize("subset", [s for n in range(1, 6) for s in itertools.combinations(range(5), n)], ids=str)
+def test_any_subset_of_inputs_gets_the_same_gradients(qkv: Any, add_backend: Any, subset: tuple[int, ...]) -> None:
+    spy = add_backend("spy")
+    inputs = [*qkv(), torch.randn(9, 9), torch.randn(4)]
+    every = leaves(*inputs)
+
+    def run(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> Any:
+        return attention(q, k, v, attn_mask=mask, sinks=sinks, backend="spy").square().sum()
+
+    run(*every).backward()
+    some = [tensor.clone().requires_grad_(at in subset) for at, tensor in enumerate(inputs)]
+    run(*some).backward()
+    for at, (one, other) in enumerate(zip(some, every, strict=True)):
+        assert (one.grad is not None) == (at in subset)
+        if one.grad is not None:
+            assert torch.equal(one.grad, other.grad)
+    assert spy.problems[-1].needs_grad == tuple(("q", "k", "v", "attn_mask", "sinks")[at] for at in subset)
+    assert tuple(at for at, needed in enumerate(spy.backwards[-1]) if needed) == subset
+
+
+def test_no_dlse_tensor_is_made_when_the_lse_is_unused(qkv: Any, add_backend: Any) -> None:
+    spy = add_backend("spy")
+    out, _ = attention(*qkv(requires_grad=True), return_lse=True, backend="spy")
+    out.sum().backward()
+    assert spy.dlse == [None]
+
+
+def test_only_the_lse_used_gives_the_gradients_of_logsumexp(qkv: Any) -> None:
+    q, k, v = qkv(dtype=torch.float64, requires_grad=True)
+    _, lse = attention(q, k, v, return_lse=True)
+    got = torch.autograd.grad(lse.sin().sum(), (q, k))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    wanted = torch.autograd.grad(scores.logsumexp(-1).sin().sum(), (q, k))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_unused_output_costs_no_backward(qkv: Any, add_backend: Any) -> None:
+    spy = add_backend("spy")
+    q, k, v = qkv(requires_grad=True)
+    attention(q, k, v, backend="spy")
+    q.sum().backward()
+    assert spy.backwards == []
+
+
+def test_an_expanded_dout_reaches_the_backend_with_a_contiguous_last_dim(qkv: Any, add_backend: Any) -> None:
+    spy = add_backend("spy")
+    q, k, v = qkv(requires_grad=True)
+    attention(q, k, v, backend="spy").sum().backward()
+    assert spy.dout_strides[0][-1] == 1
+    expanded = q.grad.clone()
+    q.grad = None
+    attention(q, k, v, backend="spy").backward(torch.ones(2, 9, 4, 16))
+    assert torch.equal(expanded, q.grad)
+
+
+@pytest.mark.parametrize("form", ["transposed", "sliced", "strided"])
+def test_dout_of_any_strides_gives_the_same_gradients(qkv: Any, form: str) -> None:
+    q, k, v = qkv(requires_grad=True)
+    dout = torch.randn(2, 9, 4, 16)
+    views = {
+        "transposed": dout.transpose(1, 2).contiguous().transpose(1, 2),
+        "sliced": torch.cat([dout, dout], -1)[..., :16],
+        "strided": torch.stack([dout, dout], 0).transpose(0, 1).flatten(0, 1)[::2],
+    }
+    wanted = torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+    for one, other in zip(torch.autograd.grad(attention(q, k, v), (q, k, v), views[form]), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("through_dout", [False, True])
+def test_a_second_derivative_is_refused_in_words_and_never_dropped(qkv: Any, through_dout: bool) -> None:
+    q, k, v = qkv(requires_grad=True)
+    out = attention(q, k, v)
+    loss = out.square().sum() if through_dout else out.sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    penalty = dq.square().sum() + q.sum()
+    with pytest.raises(flashdispatch.SecondDerivativeError, match="differentiable once"):
+        penalty.backward()
+
+
+def test_changing_a_saved_input_in_place_is_noticed(qkv: Any) -> None:
+    q, k, v = qkv(requires_grad=True)
+    hidden = q * 1
+    out = attention(hidden, k, v)
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_backend_runs_without_grad_mode_and_autocast(qkv: Any, add_backend: Any) -> None:
+    spy = add_backend("spy")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(*qkv(requires_grad=True), backend="spy")
+        assert out.dtype is torch.bfloat16
+        out.sum().backward()
+    assert spy.states == [{"grad": False, "autocast": False}] * 2
+
+
+def test_autocast_casts_q_k_v_as_sdpa_does(qkv: Any) -> None:
+    q, k, v = qkv(requires_grad=True)
+    mixed = (q, k.detach().bfloat16(), v.detach().half())
+    mask = torch.randn(9, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = attention(*mixed, attn_mask=mask, layout="bshd")
+    assert ours.dtype is torch.bfloat16
+    plain = attention(*(tensor.bfloat16() for tensor in mixed), attn_mask=mask)
+    assert torch.equal(ours, plain)
+    ours.sum().backward()
+    assert q.grad.dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(*qkv(dtype=torch.float64)).dtype is torch.float64
+
+
+def test_a_cached_call_follows_autocast_in_and_out(qkv: Any) -> None:
+    inputs = qkv()
+    for _ in range(2):
+        assert attention(*inputs).dtype is torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert attention(*inputs).dtype is torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert attention(*inputs).dtype is torch.float16
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_same_dropout(qkv: Any, reentrant: bool) -> None:
+    q, k, v = qkv(requires_grad=True)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, dropout_p=0.5)
+
+    torch.manual_seed(7)
+    wanted = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    torch.manual_seed(7)
+    checkpoint(run, q, k, v, use_reentrant=reentrant).square().sum().backward()
+    for tensor, gradient in zip((q, k, v), wanted, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_inference_mode_runs(qkv: Any) -> None:
+    with torch.inference_mode():
+        out, lse = attention(*qkv(), return_lse=True)
+    assert out.shape == (2, 9, 4, 16)
+    assert not lse.requires_grad
+
+
+def test_parameters_are_plain_tensors(qkv: Any) -> None:
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    attention(*qkv(), sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+
+
+def test_a_backend_with_other_output_strides_is_put_right(qkv: Any, add_backend: Any) -> None:
+    class Transposing:
+        def forward(self, problem: Any, q: Any, k: Any, v: Any, extras: Any) -> Any:
+            from flashdispatch import _plans
+
+            out, lse, saved = _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
+            other = out.transpose(1, 2).contiguous().transpose(1, 2)
+            return other, lse, tuple(other if tensor is out else tensor for tensor in saved)
+
+        def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
+            from flashdispatch import _plans
+
+            return _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+
+        def prepare(self, problem: Any) -> None: ...
+
+    add_backend("transposing", backend=Transposing())
+    q, k, v = qkv(requires_grad=True)
+    out = attention(q, k, v, backend="transposing")
+    assert out.stride() == q.stride()
+    wanted = attention(q, k, v, backend="torch_reference")
+    assert torch.equal(out, wanted)
+    for one, other in zip(
+        torch.autograd.grad(out.square().sum(), (q, k, v)),
+        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_the_global_deterministic_flag_is_the_default(qkv: Any) -> None:
+    assert not flashdispatch.explain(*qkv()).problem.deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flashdispatch.explain(*qkv()).problem.deterministic
+        assert not flashdispatch.explain(*qkv(), deterministic=False).problem.deterministic
+        attention(*qkv())
+    finally:
+        torch.use_deterministic_algorithms(False)
