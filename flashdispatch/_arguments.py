@@ -58,6 +58,7 @@ def check(args: Arguments, *, arch: str | None = None) -> Checked:
 
     Raises InvalidRequestError (a ValueError) or InvalidTypeError (a TypeError).
     """
+    args = _concrete(args)
     _check_tensors(args)
     sizes = _sizes(args)
     cast_to = autocast_dtype(args.q.device.type)
@@ -141,6 +142,18 @@ def _shapes(args: Arguments) -> str:
         for name, t in given
     ]
     return f"{', '.join(shown)}, layout {args.layout!r}"
+
+
+def _concrete(args: Arguments) -> Arguments:
+    """Under tracing a plain number may arrive symbolic; what decides about the kernel becomes a number again (guarded)."""
+    numbers = {"scale": args.scale, "softcap": args.softcap, "dropout_p": args.dropout_p}
+    symbolic = {
+        name: float(value) for name, value in numbers.items() if isinstance(value, torch.SymFloat | torch.SymInt)
+    }
+    window: Any = args.window
+    if isinstance(window, tuple | list):
+        window = tuple(int(limit) if isinstance(limit, torch.SymInt) else limit for limit in window)
+    return args._replace(window=window, **symbolic)  # type: ignore[arg-type]  # names of floats only
 
 
 def _hint(size: Any) -> int:
@@ -351,7 +364,7 @@ def _dropout(args: Arguments) -> float:
                 args,
             )
     elif seed is not None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
             _bad_type(f"dropout_seed must be an int or an int64 tensor (seed, offset), got {seed!r}", args)
         if not -(2**63) <= seed < 2**64:
             _bad(f"dropout_seed must fit 64 bits, got {seed}", args)

@@ -25,7 +25,7 @@ from flashdispatch._forcing import Asked, Names
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import Extras, Gradients, Needs
 from flashdispatch_registry.errors import FlashDispatchError
-from flashdispatch_registry.layout import dense_strides, empty_output
+from flashdispatch_registry.layout import dense_strides, empty_gradient, output_strides
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
 
@@ -45,6 +45,8 @@ class Attributes(NamedTuple):
     """Comma-separated input names."""
     return_lse: bool
     deterministic: bool
+    layout: str
+    """The caller's; the op's tensors are (B, S, H, D) either way."""
     backend: str
 
 
@@ -54,7 +56,7 @@ _TENSORS = (
 )
 _ATTRIBUTES = (
     "int? left, int? right, str align, float scale, float? softcap, float dropout_p, str needs_grad, bool return_lse, "
-    "bool deterministic, str backend"
+    "bool deterministic, str layout, str backend"
 )
 
 
@@ -110,6 +112,7 @@ def lower(args: Arguments, asked: Asked, disable: str | None) -> Tensor | tuple[
         needs_grad=",".join(problem.needs_grad),
         return_lse=problem.return_lse,
         deterministic=problem.deterministic,
+        layout=problem.layout,
         backend=cast("str", plan.chosen),
     )
     out, lse = torch.ops.flashdispatch.forward(q, k, v, *extras, *attributes)
@@ -131,10 +134,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, v = arguments[0], arguments[2]
-    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if _has_lse(Attributes(*arguments[9:])) else (0,)
-    return empty_output(q, v.shape[3]), q.new_empty(shape, dtype=lse_dtype)
+    q, v, attributes = arguments[0], arguments[2], Attributes(*arguments[9:])
+    out_shape = (*q.shape[:3], v.shape[3])
+    out = q.new_empty_strided(out_shape, output_strides(out_shape, q.stride(), cast("Any", attributes.layout)))
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if _has_lse(attributes) else (0,)
+    return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
 def _has_lse(attributes: Attributes) -> bool:
@@ -155,25 +159,19 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
 
 def _backward_fake(*arguments: Any) -> Any:
     needs, inputs = Needs(*arguments[4:9]), arguments[9:]  # after dout, dlse, out, lse
-    q = inputs[0]
     like = (*inputs[:3], inputs[3], inputs[5])
     return tuple(
-        torch.empty_strided(tensor.shape, dense_strides(tensor.shape, tensor.stride()), dtype=tensor.dtype,
-                            device=tensor.device)
-        if needed else q.new_empty(0)
-        for needed, tensor in zip(needs, like, strict=True)
-    )  # fmt: skip
+        empty_gradient(tensor) if needed else inputs[0].new_empty(0) for needed, tensor in zip(needs, like, strict=True)
+    )
 
 
 def _strided(gradient: Tensor | None, like: Tensor | None, q: Tensor) -> Tensor:
-    """A gradient in its input's stride order, as the fake promises; nothing is an empty tensor."""
+    """A gradient in its input's stride order, as the fake promises; none is an empty tensor."""
     if gradient is None or like is None:
         return q.new_empty(0)
-    strides = dense_strides(like.shape, like.stride())
-    if gradient.stride() == strides:
+    if gradient.stride() == dense_strides(like.shape, like.stride()):
         return gradient
-    dense = torch.empty_strided(like.shape, strides, dtype=gradient.dtype, device=gradient.device)
-    return dense.copy_(gradient)
+    return empty_gradient(like).copy_(gradient)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -249,6 +247,7 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attribut
             needs_grad=cast("Any", _settings.names(attributes.needs_grad)),
             return_lse=attributes.return_lse,
             deterministic=attributes.deterministic,
+            layout=cast("Any", attributes.layout),
             fp32_precision=cast("Any", precision),
         )
         plan, backend = _plans.commit(problem, Asked(attributes.backend, None, None, None), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
 from flashdispatch_registry.errors import SecondDerivativeError
-from flashdispatch_registry.layout import dense_strides
+from flashdispatch_registry.layout import output_strides
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
 
@@ -85,7 +85,7 @@ class Bound:
 def bound(plan: Plan, backend: Backend, q: Tensor) -> Bound:
     """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`."""
     shape = (*q.shape[:3], plan.problem.head_dim_v)
-    strides = dense_strides(shape, q.stride())
+    strides = output_strides(shape, q.stride(), plan.problem.layout)
     guard = q.device.type == "cuda" and torch.cuda.device_count() > 1
     return Bound(plan, plan.problem, backend, strides, guard)
 

@@ -66,7 +66,7 @@ def register(spec: BackendSpec) -> None:
 def unregister(name: str) -> None:
     """Takes out a backend that `register` added.
 
-    Raises UnknownBackendError when there is none of that name.
+    Raises UnknownBackendError when there is none of that name, PluginError when an installed plugin brings it.
     """
     check_registered((name,), "unregister()")
     registry().unregister(name)
@@ -233,7 +233,11 @@ class BackendStatus:
 
 
 def backends() -> tuple[BackendStatus, ...]:
-    """Every registered backend, ready on this machine or with the reasons why not. Imports no kernel language."""
+    """Every registered backend, ready on this machine or with the reasons why not.
+
+    Imports no kernel language and starts no CUDA context: until something else has started one, a GPU counts as a GPU of
+    unknown architecture.
+    """
     arches = _arches()
     disabled = frozenset(_settings.names(ask(None)[1] or ""))
     return tuple(
@@ -244,9 +248,10 @@ def backends() -> tuple[BackendStatus, ...]:
 
 def _arches() -> list[str]:
     devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [arch_of(device) for device in devices]
+    unknown = ["cuda"] if torch.cuda.is_available() and not torch.cuda.is_initialized() else []
+    return [arch_of(device) for device in devices] + unknown
 
 
 def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tuple[Reason, ...]:

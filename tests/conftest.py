@@ -31,6 +31,15 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _plans.cache.clear()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test marked `gpu` runs where there is a CUDA device, and says so where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
 class Spy:
     """A backend that runs the reference and counts what it is asked."""
 

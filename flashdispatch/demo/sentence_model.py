@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from flashdispatch.demo import transformers_attention
 from flashdispatch.demo.errors import DemoFailedError, MissingPackageError
@@ -146,13 +146,13 @@ def hidden_states_without_mask(model: SentenceModel, batch: Batch) -> Tensor:
     try:
         return hidden_states(model, batch, name)
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+        ALL_ATTENTION_FUNCTIONS.pop(name)
 
 
 def pool(hidden: Tensor, mask: Tensor) -> Tensor:
     """Sentence vectors (B, C) of length 1: the mean over the real tokens, as this model was trained."""
     kept = hidden.masked_fill(~mask[..., None], 0.0)  # (B, S, C)
-    return F.normalize(kept.sum(dim=1) / mask.sum(dim=1, keepdim=True), dim=-1)
+    return functional.normalize(kept.sum(dim=1) / mask.sum(dim=1, keepdim=True), dim=-1)
 
 
 def nearest(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def attention_inputs(model: SentenceModel, batch: Batch, layer: int) -> Captured
     seen: dict[str, Tensor] = {}
 
     def note(name: str, output: Tensor) -> None:
-        seen[name] = output.unflatten(-1, (attention.num_attention_heads, -1))  # (B, S, C) -> (B, S, H, D)
+        seen[name] = output.view(*output.shape[:2], attention.num_attention_heads, -1)  # (B, S, C) -> (B, S, H, D)
 
     hooks = [
         getattr(attention, name).register_forward_hook(lambda _, __, output, name=name: note(name, output))

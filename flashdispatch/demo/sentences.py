@@ -8,21 +8,28 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ("orbits", "A comet's tail always points away from the sun."),
     (
         "trains",
-        "The night train to the coast was forty minutes late, so we sat on our suitcases at the end of the platform, drank "
-        "bad coffee from paper cups, and watched the signal lights change from red to green and back to red again while "
-        "the loudspeaker apologised, in three languages, for a delay that it never once explained.",
+        (
+            "The night train to the coast was more than forty minutes late, so we sat on our suitcases at the end of "
+            "the platform, drank bad coffee from paper cups, and watched the signal lights change from red to green "
+            "and back to red again while the loudspeaker apologised, in three languages, for a delay that it never "
+            "once explained."
+        ),
     ),
     (
         "tides",
-        "Twice a day the sea climbs the beach and draws back again, because the moon pulls at the water on the near side "
-        "of the earth a little harder than it pulls at the earth itself.",
+        (
+            "Twice a day the sea climbs the beach and draws back again, because the moon pulls at the water on the "
+            "near side of the earth a little harder than it pulls at the earth itself."
+        ),
     ),
     ("bread", "Rye flour holds more water than wheat, so the loaf stays moist for days."),
     ("trains", "All trains stop here."),
     (
         "orbits",
-        "Kepler noticed that a planet moves faster when it is close to the sun and slower when it is far away, and that a "
-        "line drawn from one to the other sweeps over equal areas in equal times.",
+        (
+            "Kepler noticed that a planet moves faster when it is close to the sun and slower when it is far away, and "
+            "that a line drawn from one to the other sweeps over equal areas in equal times."
+        ),
     ),
     ("bread", "Bake the bread."),
     (
@@ -32,7 +39,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ("trains", "The express does not call at small stations; change to the local railway line at the junction."),
     (
         "orbits",
-        "Jupiter has dozens of moons, and four of them can be seen with a good pair of binoculars on a clear night.",
+        "Four moons circle the planet Jupiter, as the planets circle the sun, and good binoculars show all of them.",
     ),
 )
 """(topic, sentence)."""

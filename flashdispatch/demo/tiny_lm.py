@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import flashdispatch
 from flashdispatch.demo.errors import DemoFailedError
@@ -53,8 +54,8 @@ def attend_dispatched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attend_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's own, for comparison."""
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, S, D)
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, D)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -72,7 +73,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """x (B, S, C) -> (B, S, C)."""
+        """From x (B, S, C) to (B, S, C)."""
         heads_q, heads_kv = self.sizes.heads_q, self.sizes.heads_kv
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.sizes.head_dim))  # (B, S, Hq + 2 Hkv, D)
         q, k, v = heads.split((heads_q, heads_kv, heads_kv), dim=2)
@@ -94,16 +95,16 @@ class TinyLM(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """tokens (B, S) int64 -> logits (B, S, 256). The embedding is also the output layer."""
+        """From tokens (B, S) int64 to logits (B, S, 256). The embedding is also the output layer."""
         rope = rope_table(tokens.shape[1], self.sizes.head_dim, tokens.device)
         x = self.embed(tokens)  # (B, S, C)
         for block in self.blocks:
             x = block(x, rope, attend)
-        return F.linear(self.norm(x), self.embed.weight)
+        return functional.linear(self.norm(x), self.embed.weight)
 
 
 def rope_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (S, 1, D/2), of rotary position embedding (arXiv 2104.09864)."""
+    """The cosines and sines, each (S, 1, D/2), of rotary position embedding (arXiv 2104.09864)."""
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2,)
     angles = torch.arange(length, device=device)[:, None, None] * frequencies  # (S, 1, D/2)
     return angles.cos(), angles.sin()
@@ -123,7 +124,7 @@ def byte_entropy(data: bytes) -> float:
 
 def pair_entropy(data: bytes) -> float:
     """Entropy of a byte given the byte before it, in nats."""
-    return _entropy(Counter(zip(data, data[1:], strict=False))) - _entropy(Counter(data[:-1]))
+    return _entropy(Counter(pairwise(data))) - _entropy(Counter(data[:-1]))
 
 
 def _entropy(counts: Counter[int] | Counter[tuple[int, int]]) -> float:
@@ -158,18 +159,29 @@ class Trainer:
         """Mean cross-entropy of the next byte, in nats."""
         with self._precision():
             logits = self.model(batch[:, :-1], attend)
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     def _precision(self) -> AbstractContextManager[object]:
         """bfloat16 on a GPU, where the fast kernels are; float32 on a CPU."""
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
+    def example_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors such as the model gives to its attention while training, for `flashdispatch.explain`."""
+        sizes = self.sizes
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+        def like(heads: int) -> Tensor:
+            shape = (sizes.batch, sizes.context, heads, sizes.head_dim)
+            return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=True)
+
+        return like(sizes.heads_q), like(sizes.heads_kv), like(sizes.heads_kv)
+
     def gradient_difference(self) -> float:
-        """Relative difference of all gradients of one float32 batch, through flashdispatch and through PyTorch's SDPA."""
+        """Relative difference of one float32 batch's gradients, through flashdispatch and through PyTorch's SDPA."""
         batch = self.batch()
         gradients = []
         for attend in (attend_dispatched, attend_torch):
-            loss = F.cross_entropy(self.model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
+            loss = functional.cross_entropy(self.model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(self.model.parameters()))]))
         ours, torchs = gradients
         return float((ours - torchs).norm() / torchs.norm())
@@ -180,7 +192,7 @@ class Trainer:
         The learning rate falls to zero with the time that is left. A first step is thrown away before the clock starts:
         on a GPU it compiles.
         """
-        self.loss(self.batch(), attend_dispatched).backward()
+        self.loss(self.batch(), attend_dispatched).backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         start = time.monotonic()
         for step in range(max_steps):
             done = min(max((time.monotonic() - start) / seconds, step / max_steps), 1.0)
@@ -190,7 +202,7 @@ class Trainer:
                 group["lr"] = 4e-3 * min(1.0, (step + 1) / 20) * max(1.0 - done, 0.05)
             self.optimizer.zero_grad(set_to_none=True)
             loss = self.loss(self.batch(), attend_dispatched)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            loss.backward()  # type: ignore[no-untyped-call]  # likewise
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             yield loss.item()

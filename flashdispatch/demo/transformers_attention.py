@@ -1,8 +1,8 @@
 """flashdispatch as an attention of the transformers library: two functions, and both must be registered.
 
-transformers looks an attention up by name in two tables, one for the attention and one for its mask. A name that is only
-in the first table runs, with no word of warning, and gets no mask: padding is then attended to like any other token. So
-`register` fills both, and a test shows what happens otherwise.
+transformers looks an attention up by name in two tables, one for the attention and one for its mask. A name that is
+only in the first table runs, with no word of warning, and gets no mask: padding is then attended to like any other
+token. So `register` fills both, and a test shows what happens otherwise.
 
 The name must not contain "flash": transformers takes any such name for a kernel of its own hub and tries to load it.
 
@@ -58,12 +58,13 @@ def attend(
     output_attentions: bool | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (B, Hq, Sq, D), key and value (B, Hkv, Sk, D), result (B, Sq, Hq, D).
+    """The attention function: query (B, Hq, Sq, D), key and value (B, Hkv, Sk, D), result (B, Sq, Hq, D).
 
-    `attention_mask` is what `padding` made: lengths (B,), a bool mask (B, 1, Sq, Sk), or None. `s_aux` are softmax sinks.
+    `attention_mask` is what `padding` made: lengths (B,), a bool mask (B, 1, Sq, Sk), or None. `s_aux` are softmax
+    sinks.
 
-    Raises InvalidRequestError for what would otherwise be dropped: a position bias, a request for the weights, or a causal
-    layer whose mask never arrived.
+    Raises InvalidRequestError for what would otherwise be dropped: a position bias, a request for the weights, or a
+    causal layer whose mask never arrived.
     """
     if position_bias is not None or output_attentions:
         asked = "the attention weights" if position_bias is None else "a position bias"
@@ -91,9 +92,9 @@ def attend(
 
 
 def padding(**call: Any) -> Tensor | None:
-    """transformers' mask function: the padding of one batch, as `attend` wants it.
+    """The mask function: the padding of one batch, as `attend` wants it.
 
-    transformers passes everything by name and adds names from version to version, so only the needed ones are read here.
+    Everything is passed by name, and names come and go between versions, so only those needed are read here.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 

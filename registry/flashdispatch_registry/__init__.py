@@ -15,7 +15,7 @@ from flashdispatch_registry.backend import (
     Needs,
 )
 from flashdispatch_registry.hookspecs import hookimpl
-from flashdispatch_registry.layout import empty_output
+from flashdispatch_registry.layout import empty_gradient, empty_output
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import Problem
 from flashdispatch_registry.reasons import Code, Reason
@@ -36,6 +36,7 @@ __all__ = [
     "Problem",
     "Reason",
     "Support",
+    "empty_gradient",
     "empty_output",
     "hookimpl",
 ]

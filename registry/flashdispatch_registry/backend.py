@@ -70,7 +70,7 @@ class Forward(NamedTuple):
     """What `Backend.forward` returns."""
 
     out: Tensor
-    """(B, Sq, Hq, Dv) in q's dtype, strides as `layout.empty_output` gives."""
+    """(B, Sq, Hq, Dv) in q's dtype, strides as `empty_output` gives."""
     lse: Tensor | None
     """(B, Hq, Sq) float32 (float64 for float64), contiguous, natural log. None only when the problem asks for neither
     LSE nor gradients."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flashdispatch_registry.problem import Layout, Problem
+
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` whose dims are ordered in memory as the strides `like` are.
@@ -38,7 +40,27 @@ def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def empty_output(q: Tensor, head_dim_v: int) -> Tensor:
-    """An uninitialised output for `q`: its shape with `head_dim_v` last, its dtype, device and stride order."""
-    shape = (*q.shape[:-1], head_dim_v)
-    return q.new_empty_strided(shape, dense_strides(shape, q.stride()))
+def output_strides(shape: Sequence[int], q_strides: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The contract's strides of an output of `shape` (B, S, H, Dv), for a q of `q_strides` seen as (B, S, H, D).
+
+    Neighbours are those of the caller's `layout`: it decides where a dim goes whose stride says nothing.
+    """
+    if layout == "bshd":
+        return dense_strides(shape, q_strides)
+    b, s, h, d = range(4)
+    batch, heads, rows, last = dense_strides([shape[i] for i in (b, h, s, d)], [q_strides[i] for i in (b, h, s, d)])
+    return batch, rows, heads, last
+
+
+def empty_output(problem: Problem, q: Tensor) -> Tensor:
+    """An uninitialised output for `q` (B, S, H, D): (B, S, H, Dv) in q's dtype and device, with the contract's strides.
+
+    Sizes come from q, not from the problem, whose lengths may be hints; Dv is the problem's.
+    """
+    shape = (*q.shape[:3], problem.head_dim_v)
+    return q.new_empty_strided(shape, output_strides(shape, q.stride(), problem.layout))
+
+
+def empty_gradient(tensor: Tensor) -> Tensor:
+    """An uninitialised gradient of `tensor`: its shape, dtype and stride order, dense."""
+    return tensor.new_empty_strided(tensor.shape, dense_strides(tensor.shape, tensor.stride()))

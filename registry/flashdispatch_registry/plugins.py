@@ -246,6 +246,8 @@ class Registry:
         try:
             self._manager.register(plugin, name=owner)
             self._manager.check_pending()
+            if not self._manager.get_hookcallers(plugin):
+                raise TypeError(f"{point.value} implements no hook; mark flashdispatch_backends() with @hookimpl")
             specs = self._records(plugin, "flashdispatch_backends", BackendSpec)
             issues = self._records(plugin, "flashdispatch_known_issues", KnownIssue)
             for issue in issues:

@@ -105,6 +105,8 @@ class Problem:
         if not math.isclose(self.scale, self.head_dim**-0.5 if self.head_dim else 1.0):
             parts.append(f"scale {self.scale:g}")
         parts.append("gradients of " + ", ".join(self.needs_grad) if self.needs_grad else "forward only")
+        if self.fp32_precision != "ieee":
+            parts.append(f"{self.fp32_precision} allowed")
         if self.return_lse:
             parts.append("with LSE")
         if self.deterministic:

@@ -58,6 +58,9 @@ def select(
     candidates = [_candidate(problem, entry, forced, disabled, issues) for entry in entries]
     candidates.sort(key=lambda c: _rank(c, forced))
     chosen = next((c for c in candidates if c.can_run and (forced is None or c.name in forced.names)), None)
+    if chosen is not None:
+        candidates.remove(chosen)
+        candidates.insert(0, chosen)
     fallback = None
     if chosen is not None and forced is None and problem.device_type == "cuda":
         fallback = _fallback(chosen)

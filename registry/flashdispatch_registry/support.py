@@ -206,7 +206,10 @@ def _grads(s: Support, p: Problem) -> Iterator[Reason]:
     if "sinks" in p.needs_grad and not s.sinks_grad:
         yield Reason(Code.SINKS_GRAD, "sinks", "requires grad", "sinks without gradient", "detach the sinks")
     if s.backward_head_dims is not None:
-        for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+        sizes = {"head_dim": p.head_dim, "head_dim_v": p.head_dim_v}
+        if p.head_dim == p.head_dim_v:
+            del sizes["head_dim_v"]
+        for name, size in sizes.items():
             if size not in s.backward_head_dims:
                 yield Reason(Code.HEAD_DIM_BACKWARD, name, str(size), f"{s.backward_head_dims} with gradients")
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashdispatch_backends.torch_reference as backend
 from flashdispatch_backends.torch_reference import tiles
 from flashdispatch_conformance.oracle import truth
-from flashdispatch_registry import Backend, Band, Extras, Gradients, Needs, Problem, empty_output
+from flashdispatch_registry import Backend, Band, Extras, Gradients, Needs, Problem, empty_gradient, empty_output
 
 INF = float("inf")
 ALL = Needs(q=True, k=True, v=True, attn_mask=True, sinks=True)
@@ -433,15 +433,22 @@ def test_values_past_the_lengths_never_matter(number: int, poison: float) -> Non
 
 
 def test_lengths_outside_the_tensor_are_clamped() -> None:
-    call = build(Case(q_lens=True, kv_lens=True, causal=True))
-    call.extras = call.extras._replace(
-        q_lens=torch.tensor([-5, 9], dtype=torch.int32), kv_lens=torch.tensor([11, -1], dtype=torch.int32)
-    )
-    inside = named(*call.run())
-    call.extras = call.extras._replace(
-        q_lens=torch.tensor([0, 2**31 - 1], dtype=torch.int32), kv_lens=torch.tensor([2**31 - 1, 0], dtype=torch.int32)
-    )
-    same(inside, named(*call.run()))
+    call = build(Case(batch=3, q_lens=True, kv_lens=True, causal=True))
+
+    def with_lens(q_lens: list[int], kv_lens: list[int]) -> dict[str, Tensor | None]:
+        call.extras = call.extras._replace(
+            q_lens=torch.tensor(q_lens, dtype=torch.int32), kv_lens=torch.tensor(kv_lens, dtype=torch.int32)
+        )
+        return named(*call.run())
+
+    same(with_lens([9, 0, 9], [11, 5, 0]), with_lens([2**31 - 1, -5, 9], [2**31 - 1, 5, -1]))
+
+
+def test_a_large_sink_and_rows_past_the_lengths_give_finite_gradients() -> None:
+    call = build(Case(q_lens=True, sinks=True))
+    assert call.extras.sinks is not None
+    call.extras.sinks.fill_(1000.0)
+    check(call)
 
 
 # --- hard numbers ---
@@ -513,9 +520,9 @@ def test_strides_do_not_change_the_result(order: tuple[int, ...]) -> None:
         setattr(call, name, strided(getattr(call, name), order))
     out, lse, grads = call.run()
     same(dense, named(out, lse, grads))
-    assert out.stride() == empty_output(call.q, 3).stride()
+    assert out.stride() == empty_output(call.problem, call.q).stride()
     assert grads.k is not None
-    assert grads.k.stride() == empty_output(call.k, 5).stride()
+    assert grads.k.stride() == empty_gradient(call.k).stride()
     assert lse.is_contiguous()
 
 

@@ -21,6 +21,7 @@ TREE = {
     "SettingsError": ValueError,
     "BackendUnsupportedError": NotImplementedError,
     "NoBackendError": NotImplementedError,
+    "SecondDerivativeError": RuntimeError,
     "FallbackError": RuntimeError,
     "PluginError": RuntimeError,
     "BackendLoadError": RuntimeError,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashdispatch_registry import empty_output
+from flashdispatch_registry import empty_gradient, empty_output
 from flashdispatch_registry.layout import dense_strides
 
 # Orders in memory, outermost first, of the dims (B, S, H) in front of an innermost D.
@@ -67,15 +67,30 @@ def test_an_expanded_q_gets_a_dense_output_with_its_last_dim_innermost(order, ex
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 0)])
-def test_empty_dims_are_no_trouble(shape) -> None:
-    out = empty_output(torch.empty(shape), 7)
+def test_empty_dims_are_no_trouble(shape, problem) -> None:
+    out = empty_output(problem(head_dim_v=7), torch.empty(shape))
     assert out.shape == (*shape[:3], 7)
     assert out.is_contiguous()
 
 
-def test_the_output_takes_dtype_and_device_from_q() -> None:
+def test_the_output_takes_dtype_and_device_from_q(problem) -> None:
     q = torch.empty(2, 3, 5, 4, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    out = empty_output(q, 8)
+    out = empty_output(problem(head_dim_v=8), q)
     assert out.shape == (2, 5, 3, 8)
     assert (out.dtype, out.device) == (q.dtype, q.device)
     assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("expanded", [(), (0,), (1,), (2,), (1, 2)], ids=str)
+def test_a_dim_whose_stride_says_nothing_goes_where_the_callers_layout_has_it(problem, layout, expanded) -> None:
+    shape = (2, 3, 5, 4)
+    q = torch.empty([1 if dim in expanded else size for dim, size in enumerate(shape)]).expand(shape)
+    view = q if layout == "bshd" else q.transpose(1, 2)
+    out = empty_output(problem(layout=layout, head_dim_v=4), view)
+    assert (out if layout == "bshd" else out.transpose(1, 2)).stride() == torch.empty_like(q).stride()
+
+
+def test_a_gradient_keeps_the_order_of_its_tensor() -> None:
+    tensor = torch.empty(2, 5, 3, 4).transpose(1, 2)
+    assert empty_gradient(tensor).stride() == tensor.stride()

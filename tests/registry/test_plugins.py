@@ -626,3 +626,8 @@ def test_loading_a_plugin_that_failed_repeats_its_reason(install) -> None:
     registry.entries()
     with pytest.raises(BackendLoadError, match="no libcuda"):
         registry.load("broken")
+
+
+def test_a_plugin_that_forgot_the_hookimpl_marker_says_so(install) -> None:
+    install(("silent", "silent-dist", module(flashdispatch_backends=lambda: ())))
+    assert "mark flashdispatch_backends() with @hookimpl" in record_of(Registry(), "silent").problem

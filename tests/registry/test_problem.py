@@ -95,8 +95,8 @@ def test_the_description_of_a_plain_problem(problem) -> None:
 def test_the_description_of_a_problem_with_everything_is_one_line_and_names_all_of_it() -> None:
     assert Problem(**EVERYTHING).describe() == (
         "sm_90 bfloat16, B3 Hq8 Hkv2 Sq5 Sk7 D96 Dv32, window(4, 0) top_left, float attn_mask (1, 8, 1, 7), alibi, "
-        "sinks, q_lens, kv_lens, softcap 30, dropout 0.1, scale 0.3, gradients of q, v, attn_mask, with LSE, "
-        "deterministic, layout bhsd"
+        "sinks, q_lens, kv_lens, softcap 30, dropout 0.1, scale 0.3, gradients of q, v, attn_mask, tf32 "
+        "allowed, with LSE, deterministic, layout bhsd"
     )
 
 

@@ -124,14 +124,16 @@ def test_a_neutral_field_never_refuses(problem) -> None:
 
 
 def test_a_backward_that_takes_smaller_heads_refuses_only_gradients_and_names_each_size(problem) -> None:
-    declared = support(**BACKWARD, backward_head_dims=HeadDims(maximum=64))
-    large = {"head_dim": 96, "head_dim_v": 96}
+    declared = support(**BACKWARD, head_dims_v=HeadDims(), backward_head_dims=HeadDims(maximum=64))
+    large = {"head_dim": 96, "head_dim_v": 128}
     assert declared_reasons(declared, problem(**large)) == ()
     reasons = declared_reasons(declared, problem(**large, **GRAD))
     assert [(reason.code, reason.field) for reason in reasons] == [
         (Code.HEAD_DIM_BACKWARD, "head_dim"),
         (Code.HEAD_DIM_BACKWARD, "head_dim_v"),
     ]
+    same = declared_reasons(declared, problem(head_dim=96, head_dim_v=96, **GRAD))
+    assert [reason.field for reason in same] == ["head_dim"]
     assert declared_reasons(declared, problem(**GRAD)) == ()
 
 

@@ -73,6 +73,7 @@ from flashdispatch_registry import (
     Needs,
     Problem,
     Support,
+    empty_gradient,
     empty_output,
     hookimpl,
 )
@@ -121,7 +122,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -
     """FA-2 Algorithm 1. q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
     tiles = Tiles.of(problem, q, k, extras)
     batch, seqlen_q, heads_q, _ = q.shape
-    out = empty_output(q, v.shape[-1])
+    out = empty_output(problem, q)
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=tiles.dtype)
     for rows in tiles.row_blocks():
         Q_i = tiles.load_rows(q, rows) * problem.scale
@@ -156,7 +157,7 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Te
     q, k, v, out, lse, extras = _unpack(problem, saved)
     tiles = Tiles.of(problem, q, k, extras)
     needs_dS = needs.q or needs.k or needs.attn_mask
-    dq = empty_output(q, q.shape[-1]) if needs.q else None
+    dq = empty_gradient(q) if needs.q else None
     dK = tiles.zeros(k.transpose(1, 2).shape) if needs.k else None
     dV = tiles.zeros(v.transpose(1, 2).shape) if needs.v else None
     dmask = tiles.zeros(extras.attn_mask.shape) if needs.attn_mask and extras.attn_mask is not None else None
@@ -204,8 +205,8 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Te
 
     return Gradients(
         q=dq,
-        k=None if dK is None else empty_output(k, k.shape[-1]).copy_(dK.transpose(1, 2)),
-        v=None if dV is None else empty_output(v, v.shape[-1]).copy_(dV.transpose(1, 2)),
+        k=None if dK is None else empty_gradient(k).copy_(dK.transpose(1, 2)),
+        v=None if dV is None else empty_gradient(v).copy_(dV.transpose(1, 2)),
         attn_mask=None if dmask is None or extras.attn_mask is None else dmask.to(extras.attn_mask.dtype),
         sinks=None if dsinks is None or extras.sinks is None else dsinks.to(extras.sinks.dtype),
     )

@@ -122,11 +122,14 @@ class Tiles:
 
     def dropped(self, rows: slice, keys: slice) -> Tensor | None:
         """Which weights dropout takes, bool (B, Hkv, G*m, n); None without dropout."""
-        if not self.problem.dropout_p or self.extras.dropout_seed is None:
+        p, seed = self.problem.dropout_p, self.extras.dropout_seed
+        if not p:
             return None
+        if seed is None:
+            raise ValueError("dropout needs extras.dropout_seed")
         heads = torch.arange(self.batch * math.prod(self.heads), device=self.device)  # b * Hq + h
         heads = heads.view(self.batch, *self.heads, 1, 1)
-        return dropped_weights(self.extras.dropout_seed, heads, rows, keys, self.problem.dropout_p).flatten(2, 3)
+        return dropped_weights(seed, heads, rows, keys, p).flatten(2, 3)
 
     def load_rows(self, x: Tensor, rows: slice) -> Tensor:
         """A tile of q, out or dout: (B, Sq, Hq, D) -> (B, Hkv, G*m, D). Upcast first: a CPU crawls in 16 bit."""

@@ -18,7 +18,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -
     """O = softmax(scale Q K^T) V, and LSE = log sum exp of each row."""
     S = _scores(problem, q, k)
     lse = torch.logsumexp(S, dim=-1)  # (B, H, Sq); -inf in a row that sees no key
-    out = empty_output(q, v.shape[-1])
+    out = empty_output(problem, q)
     out.copy_(torch.einsum("bhij,bjhd->bihd", _weights(S, lse), v.to(S.dtype)))
     return Forward(out, lse, (q, k, v, out, lse) if problem.needs_backward else ())
 
