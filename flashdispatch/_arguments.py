@@ -145,15 +145,17 @@ def _shapes(args: Arguments) -> str:
 
 
 def _concrete(args: Arguments) -> Arguments:
-    """Under tracing a plain number may arrive symbolic; what decides about the kernel becomes a number again (guarded)."""
-    numbers = {"scale": args.scale, "softcap": args.softcap, "dropout_p": args.dropout_p}
-    symbolic = {
-        name: float(value) for name, value in numbers.items() if isinstance(value, torch.SymFloat | torch.SymInt)
-    }
+    """Under tracing a plain number may arrive symbolic; where it decides about the kernel it becomes one, guarded."""
+
+    def number(value: Any) -> Any:
+        return float(value) if isinstance(value, torch.SymFloat | torch.SymInt) else value
+
     window: Any = args.window
     if isinstance(window, tuple | list):
         window = tuple(int(limit) if isinstance(limit, torch.SymInt) else limit for limit in window)
-    return args._replace(window=window, **symbolic)  # type: ignore[arg-type]  # names of floats only
+    return args._replace(
+        window=window, scale=number(args.scale), softcap=number(args.softcap), dropout_p=number(args.dropout_p)
+    )
 
 
 def _hint(size: Any) -> int:

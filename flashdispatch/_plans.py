@@ -235,7 +235,7 @@ class BackendStatus:
 def backends() -> tuple[BackendStatus, ...]:
     """Every registered backend, ready on this machine or with the reasons why not.
 
-    Imports no kernel language and starts no CUDA context: until something else has started one, a GPU counts as a GPU of
+    Imports no kernel language and starts no CUDA context: until something else has started one, a GPU counts as one of
     unknown architecture.
     """
     arches = _arches()
@@ -248,9 +248,10 @@ def backends() -> tuple[BackendStatus, ...]:
 
 def _arches() -> list[str]:
     devices = [torch.device("cpu")]
-    if torch.cuda.is_initialized():
+    started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch ships it without types
+    if started:
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    unknown = ["cuda"] if torch.cuda.is_available() and not torch.cuda.is_initialized() else []
+    unknown = ["cuda"] if torch.cuda.is_available() and not started else []
     return [arch_of(device) for device in devices] + unknown
 
 

@@ -245,9 +245,7 @@ class Registry:
         owner = f"{point.name}@{_owner(point)[0]}"
         try:
             self._manager.register(plugin, name=owner)
-            self._manager.check_pending()
-            if not self._manager.get_hookcallers(plugin):
-                raise TypeError(f"{point.value} implements no hook; mark flashdispatch_backends() with @hookimpl")
+            self._check_hooks(plugin, point)
             specs = self._records(plugin, "flashdispatch_backends", BackendSpec)
             issues = self._records(plugin, "flashdispatch_known_issues", KnownIssue)
             for issue in issues:
@@ -257,6 +255,11 @@ class Registry:
             self._manager.unregister(name=owner)
             raise
         return specs, issues
+
+    def _check_hooks(self, plugin: object, point: EntryPoint) -> None:
+        self._manager.check_pending()
+        if not self._manager.get_hookcallers(plugin):
+            raise TypeError(f"{point.value} implements no hook; mark flashdispatch_backends() with @hookimpl")
 
     def _records(self, plugin: object, hook: str, kind: type[Any]) -> list[Any]:
         impls = [impl for impl in getattr(self._manager.hook, hook).get_hookimpls() if impl.plugin is plugin]

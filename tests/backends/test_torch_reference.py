@@ -698,7 +698,6 @@ def test_the_module_is_the_backend_that_its_spec_names() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_graph_replays_with_new_values_and_a_fresh_dropout_mask() -> None:
     call = build(replace(combination(3), dtype=torch.bfloat16, q_lens=True, kv_lens=True, dropout_p=0.3, sinks=True))
     other = build(

@@ -13,7 +13,8 @@ def test_the_public_names_are_pinned() -> None:
     assert set(flashdispatch.__all__) == {
         "BackendLoadError", "BackendStatus", "BackendUnsupportedError", "DisabledBackendError", "FallbackError",
         "FallbackWarning", "FlashDispatchError", "FlashDispatchWarning", "InvalidRequestError", "InvalidTypeError",
-        "NoBackendError", "Plan", "PluginError", "Problem", "SecondDerivativeError", "SettingsError", "SettingsWarning", "UnknownBackendError",
+        "NoBackendError", "Plan", "PluginError", "Problem", "SecondDerivativeError", "SettingsError", "SettingsWarning",
+        "UnknownBackendError",
         "__version__", "attention", "backends", "explain", "merge_attention", "prepare", "register", "reload_settings",
         "sdpa", "set_default_backend", "unregister", "use_backend",
     }  # fmt: skip
@@ -26,8 +27,8 @@ def test_the_version_is_the_distributions() -> None:
 def test_attention_has_the_contracts_signature() -> None:
     parameters = inspect.signature(flashdispatch.attention).parameters
     assert list(parameters) == [
-        "q", "k", "v", "causal", "window", "attn_mask", "alibi_slopes", "sinks", "q_lens", "kv_lens", "scale", "softcap",
-        "dropout_p", "dropout_seed", "layout", "return_lse", "deterministic", "backend",
+        "q", "k", "v", "causal", "window", "attn_mask", "alibi_slopes", "sinks", "q_lens", "kv_lens", "scale",
+        "softcap", "dropout_p", "dropout_seed", "layout", "return_lse", "deterministic", "backend",
     ]  # fmt: skip
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     assert defaults == {

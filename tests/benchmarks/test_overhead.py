@@ -1,0 +1,61 @@
+"""Host time of a call: what choosing and checking add to the backend itself.
+
+    make bench            # or: pytest tests/benchmarks --benchmark-enable --benchmark-only -k overhead
+
+The backend here computes nothing, so what is timed is the core. Compare with `torch_sdpa_dispatch`, the same shape
+through PyTorch's own dispatcher, on a tensor small enough that its kernel hardly counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashdispatch import attention, explain
+from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem
+
+
+class Nothing:
+    """Returns ready-made tensors."""
+
+    def __init__(self) -> None:
+        self.out = torch.zeros(1, 1, 1, 8)
+        self.lse = torch.zeros(1, 1, 1)
+
+    def forward(self, problem: Problem, q: Any, k: Any, v: Any, extras: Extras) -> Forward:
+        return Forward(self.out, self.lse, (q,) if problem.needs_backward else ())
+
+    def backward(self, problem: Problem, saved: Any, dout: Any, dlse: Any, needs: Needs) -> Gradients:
+        return Gradients(self.out, self.out, self.out)
+
+    def prepare(self, problem: Problem) -> None: ...
+
+
+@pytest.fixture
+def nothing(add_backend: Any) -> str:
+    add_backend("nothing", backend=Nothing())
+    return "nothing"
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_a_cached_call(benchmark: Any, nothing: str, grad: bool) -> None:
+    q = torch.zeros(1, 1, 1, 8, requires_grad=grad)
+    attention(q, q, q, causal=True, backend=nothing)
+    out = benchmark(lambda: attention(q, q, q, causal=True, backend=nothing))
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_torch_sdpa_dispatch(benchmark: Any, grad: bool) -> None:
+    q = torch.zeros(1, 1, 1, 8, requires_grad=grad)
+    out = benchmark(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert out.shape == q.shape
+
+
+def test_a_new_plan(benchmark: Any) -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    plan = benchmark(lambda: explain(q, q, q, causal=True))
+    assert plan.chosen is not None
