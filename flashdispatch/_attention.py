@@ -12,8 +12,11 @@ from flashdispatch import _execute, _forcing, _plans, _settings
 from flashdispatch._adapt import adapt, as_bshd
 from flashdispatch._arguments import Arguments, autocast_dtype, check, check_length_values, fp32_precision
 from flashdispatch._forcing import Names
+from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Align
 from flashdispatch_registry.problem import Layout
+
+NO_EXTRAS = Extras()
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Exact types that run eagerly; subclasses (FakeTensor among them) go through the library ops, which they intercept."""
@@ -194,9 +197,12 @@ def attention(
         check_length_values(
             (("q_lens", q_lens, call.bound.problem.seqlen_q), ("kv_lens", kv_lens, call.bound.problem.seqlen_k))
         )
-    q, k, v, extras = adapt(
-        q, k, v, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, dropout_seed, call.bound.problem, call.cast_to
-    )
+    if call.plain:
+        extras = NO_EXTRAS
+    else:
+        q, k, v, extras = adapt(
+            q, k, v, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, dropout_seed, call.bound.problem, call.cast_to
+        )
     out, lse = _execute.run(call.bound, q, k, v, extras)
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -210,6 +216,8 @@ class _Call(NamedTuple):
     cast_to: torch.dtype | None
     read_lengths: bool
     """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
+    plain: bool
+    """q, k and v go to the backend as they are, and alone."""
 
 
 def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
@@ -220,7 +228,14 @@ def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
     q = as_bshd(args.q, problem, checked.cast_to)
     lengths = problem.q_lens or problem.kv_lens
     read_lengths = lengths and (args.q.device.type == "cpu" or _settings.read().check)
-    return _Call(_execute.bound(plan, backend, q), checked.cast_to, read_lengths)
+    extras = (args.attn_mask, args.alibi_slopes, args.sinks, args.q_lens, args.kv_lens)
+    plain = (
+        problem.layout == "bshd"
+        and not checked.adapters
+        and not problem.dropout_p
+        and all(tensor is None for tensor in extras)
+    )
+    return _Call(_execute.bound(plan, backend, q), checked.cast_to, read_lengths, plain)
 
 
 def _metadata(tensor: Tensor) -> tuple[object, ...]:

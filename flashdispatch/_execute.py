@@ -28,18 +28,22 @@ class Bound:
     backend: Backend
     out_strides: tuple[int, ...]
     """The contract's strides of the output for this call's q."""
+    autocast: str | None
+    """q's device type, where autocast exists for it: the backend runs outside any autocast region."""
     guard: bool
     """More than one GPU: q's device must be made current."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         """Runs the backend's forward."""
-        with ExitStack() as around:
-            self._enter(around, q)
-            try:
+        try:
+            if self._as_it_is():
                 out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
-            except Exception as error:
-                error.add_note(self._note("forward"))
-                raise
+            else:
+                with self._around(q):
+                    out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
+        except Exception as error:
+            error.add_note(self._note("forward"))
+            raise
         if out.stride() != self.out_strides:
             # The same values in the promised strides: compiled code and the caller's view() rely on them.
             dense = torch.empty_strided(out.shape, self.out_strides, dtype=out.dtype, device=out.device)
@@ -53,30 +57,34 @@ class Bound:
     ) -> Gradients:
         """Runs the backend's backward. `dout` None (only the LSE was used) is zero; `like` tells its device."""
         problem = self.problem
-        if dout is None:
-            shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
-            dout = torch.zeros(shape, dtype=problem.dtype, device=like.device)
-        elif dout.stride(-1) != 1:
-            # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
-            dout = dout.contiguous()
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        with ExitStack() as around:
-            self._enter(around, dout)
+        with self._around(like):
+            if dout is None:
+                shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+                dout = torch.zeros(shape, dtype=problem.dtype, device=like.device)
+            elif dout.stride(-1) != 1:
+                # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
+                dout = dout.contiguous()
+            if dlse is not None:
+                dlse = dlse.contiguous()
             try:
                 return self.backend.backward(problem, saved, dout, dlse, needs)
             except Exception as error:
                 error.add_note(self._note("backward"))
                 raise
 
-    def _enter(self, around: ExitStack, tensor: Tensor) -> None:
-        kind = tensor.device.type
-        if torch.is_grad_enabled():
-            around.enter_context(torch.no_grad())
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            around.enter_context(torch.autocast(kind, enabled=False))
+    def _as_it_is(self) -> bool:
+        """The common case, for which no context manager is paid: no autocast region, one GPU."""
+        return not self.guard and (self.autocast is None or not torch.is_autocast_enabled(self.autocast))
+
+    def _around(self, tensor: Tensor) -> ExitStack:
+        """What a backend runs in: grad mode off, autocast off, the tensor's GPU current."""
+        around = ExitStack()
+        around.enter_context(torch.no_grad())
+        if self.autocast is not None and torch.is_autocast_enabled(self.autocast):
+            around.enter_context(torch.autocast(self.autocast, enabled=False))
         if self.guard:
             around.enter_context(torch.cuda.device(tensor.device))
+        return around
 
     def _note(self, pass_: str) -> str:
         return f"flashdispatch: in the {pass_} of backend {self.plan.chosen}, asked: {self.problem.describe()}"
@@ -84,10 +92,16 @@ class Bound:
 
 def bound(plan: Plan, backend: Backend, q: Tensor) -> Bound:
     """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`."""
+    kind = q.device.type
     shape = (*q.shape[:3], plan.problem.head_dim_v)
-    strides = output_strides(shape, q.stride(), plan.problem.layout)
-    guard = q.device.type == "cuda" and torch.cuda.device_count() > 1
-    return Bound(plan, plan.problem, backend, strides, guard)
+    return Bound(
+        plan=plan,
+        problem=plan.problem,
+        backend=backend,
+        out_strides=output_strides(shape, q.stride(), plan.problem.layout),
+        autocast=kind if torch.amp.is_autocast_available(kind) else None,
+        guard=kind == "cuda" and torch.cuda.device_count() > 1,
+    )
 
 
 class Attention(torch.autograd.Function):

@@ -269,8 +269,9 @@ def _accuracy(console: Console, model: SentenceModel, batch: Batch) -> list[dict
         console,
         "4. Every ready backend against float64",
         f"Q, K and V are the sentence model's own, from layer {LAYER + 1} of 6, and the truth is dense attention in "
-        "float64. The padding is filled with NaN first: what is past a sequence's length must not matter. Relative is "
-        "rms error / rms truth; for gradients the worst of dQ, dK and dV counts.",
+        "float64. The padding is filled with NaN first: what is past a sequence's length must not matter. Columns: the "
+        "largest error, its rms, and rms relative to the truth's; for gradients the worst of dQ, dK and dV. "
+        f"{YARDSTICK} is the yardstick: exact means errors of the same size.",
     )
     measured: list[Measured] = []
     with console.status("measuring"):
@@ -290,11 +291,14 @@ def _accuracy(console: Console, model: SentenceModel, batch: Batch) -> list[dict
 
 
 def _error_table(dtype: str, rows: Sequence[Measured]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
-    for column in (dtype, "output max", "rms", "relative", "grads max", "rms", "relative", ""):
-        table.add_column(column, justify="left" if column == dtype else "right", no_wrap=True)
+    """Fits 80 columns: that is what a terminal has when nobody knows."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column(dtype, overflow="fold")
+    for column in ("out max", "rms", "rel", "grad max", "rms", "rel", ""):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         yardstick = row.backend == YARDSTICK
+        numbers = ["–"] * 6
         if row.errors:
             out, gradients = row.errors["out"], [row.errors[name] for name in TENSORS[1:]]
             worst = (
@@ -303,15 +307,8 @@ def _error_table(dtype: str, rows: Sequence[Measured]) -> Table:
                 max(e.relative for e in gradients),
             )
             numbers = [f"{value:.1e}" for value in (out.max_abs, out.rms, out.relative, *worst)]
-        else:
-            numbers = ["–"] * 6
-        if yardstick:
-            verdict = Text("yardstick", "dim")
-        elif row.errors:
-            verdict = Text("exact", STYLES["good"]) if row.passes else Text("wrong", STYLES["bad"])
-        else:
-            verdict = Text("can't run", "dim")
-        table.add_row(Text(row.backend, "dim" if yardstick else "bold"), *numbers, verdict)
+        verdict = Text("exact", STYLES["good"]) if row.passes else Text("wrong" if row.errors else "", STYLES["bad"])
+        table.add_row(Text(row.backend, "dim" if yardstick else "bold"), *numbers, "" if yardstick else verdict)
     return table
 
 

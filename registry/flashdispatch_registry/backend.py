@@ -85,7 +85,7 @@ class Backend(Protocol):
 
     All tensors have layout (B, S, H, D) whatever the caller's layout, with a contiguous last dim and otherwise any
     strides (also 0). Work is launched on torch's current stream of q's device, which is the current device; no
-    synchronisation. Autocast is off and grad mode is off around every call.
+    synchronisation. Autocast is off around every call, and nothing done in one is recorded by autograd.
     """
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
