@@ -28,7 +28,7 @@ def run(
     text: Annotated[
         Path | None, typer.Option(help="A text to work on.", show_default="examples/tidepool.txt of the clone")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long it may train.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long it may train.")] = 8.0,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="cuda where there is one")
     ] = None,
