@@ -24,7 +24,7 @@ from flashdispatch._arguments import Arguments, check, fp32_precision
 from flashdispatch._forcing import Asked, Names
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import Extras, Gradients, Needs
-from flashdispatch_registry.errors import FlashDispatchError
+from flashdispatch_registry.errors import BackendUnsupportedError
 from flashdispatch_registry.layout import dense_strides, empty_gradient, output_strides
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
@@ -127,6 +127,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _bound(q, k, v, extras, attributes)
     out, lse, saved = call.forward(q, k, v, extras)
     if call.problem.needs_backward:
+        if len(_recipes) >= RECIPES_LIMIT:  # dynamic lengths: one a length, and a backward is never far behind
+            del _recipes[next(iter(_recipes))]
         _recipes[attributes.backend, call.problem] = _recipe(saved, q, k, v, extras, out, lse, call)
     if not _has_lse(attributes):
         lse = None
@@ -210,6 +212,8 @@ _backward_op.register_fake(_backward_fake)
 
 _calls: dict[Any, _execute.Bound] = {}
 
+RECIPES_LIMIT = 1 << 16
+
 _recipes: dict[tuple[str, Problem], tuple[str, ...]] = {}
 """How a backend's `saved` is made of the call's own tensors, learnt in the forward and used in the backward."""
 
@@ -280,7 +284,7 @@ def _recipe(
         name = next((name for name, own in named.items() if own is tensor), None)
         if name is None:
             shape = f"{tuple(tensor.shape)} {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}"
-            raise FlashDispatchError(
+            raise BackendUnsupportedError(
                 f"backend {call.plan.chosen} keeps a tensor {shape} of its own for the backward; under torch.compile "
                 "only q, k, v, the extras, out and lse may be kept. Call it outside the compiled region, or force "
                 "another backend there",

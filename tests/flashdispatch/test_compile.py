@@ -207,7 +207,7 @@ def test_a_backend_that_keeps_a_tensor_of_its_own_is_refused_in_words(qkv: Any, 
     inputs = qkv(requires_grad=True)
     assert attention(*inputs, backend="keeping").requires_grad  # eager has no such limit
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, backend="keeping"), fullgraph=True, backend="aot_eager")
-    with pytest.raises(flashdispatch.FlashDispatchError, match=r"keeps a tensor .* of its own for the backward"):
+    with pytest.raises(flashdispatch.BackendUnsupportedError, match=r"keeps a tensor .* of its own for the backward"):
         compiled(*inputs)
 
 
