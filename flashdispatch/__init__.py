@@ -21,6 +21,7 @@ from flashdispatch._plans import (
 )
 from flashdispatch._sdpa import sdpa
 from flashdispatch_registry.errors import (
+    BackendContractError,
     BackendLoadError,
     BackendUnsupportedError,
     DisabledBackendError,
@@ -28,10 +29,12 @@ from flashdispatch_registry.errors import (
     FallbackWarning,
     FlashDispatchError,
     FlashDispatchWarning,
+    ForwardModeError,
     InvalidRequestError,
     InvalidTypeError,
     NoBackendError,
     PluginError,
+    RecomputeError,
     SecondDerivativeError,
     SettingsError,
     SettingsWarning,
@@ -47,6 +50,7 @@ except _PackageNotFoundError:
     __version__ = "0+not.installed"
 
 __all__ = [
+    "BackendContractError",
     "BackendLoadError",
     "BackendStatus",
     "BackendUnsupportedError",
@@ -55,12 +59,14 @@ __all__ = [
     "FallbackWarning",
     "FlashDispatchError",
     "FlashDispatchWarning",
+    "ForwardModeError",
     "InvalidRequestError",
     "InvalidTypeError",
     "NoBackendError",
     "Plan",
     "PluginError",
     "Problem",
+    "RecomputeError",
     "SecondDerivativeError",
     "SettingsError",
     "SettingsWarning",

@@ -7,14 +7,14 @@ the call's metadata is a key to a plan (see `_attention`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashdispatch_registry.arch import arch_of, device_type_of
-from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
+from flashdispatch_registry.errors import ForwardModeError, InvalidRequestError, InvalidTypeError
 from flashdispatch_registry.masks import Align, Band
 from flashdispatch_registry.plan import Adapter
 from flashdispatch_registry.problem import DTYPE_NAMES, DTYPES, Differentiable, Layout, MaskKind, Problem
@@ -104,17 +104,29 @@ def check(args: Arguments, *, arch: str | None = None) -> Checked:
     return Checked(problem, _adapters(args, cast_to), cast_to)
 
 
-def check_length_values(args_lens: Sequence[tuple[str, Tensor | None, int]]) -> None:
-    """Reads the values of (name, lengths, limit) and raises InvalidRequestError for one outside 0..limit.
+def check_length_values(name: str, lengths: Tensor | None, limit: int) -> None:
+    """Reads the values of a tensor of lengths and raises InvalidRequestError for one outside 0..limit.
 
     On a GPU this synchronises, so it is done there only under FLASHDISPATCH_CHECK=1.
     """
-    for name, lengths, limit in args_lens:
-        if lengths is None or lengths.numel() == 0:
+    if lengths is None or lengths.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(lengths))
+    if low < 0 or high > limit:
+        raise InvalidRequestError(f"{name} must be within 0..{limit}, got values from {low} to {high}")
+
+
+def refuse_forward_mode(args: Arguments) -> None:
+    """Raises ForwardModeError when an argument carries a forward-mode tangent: it would be dropped without a word."""
+    for name, value in args._asdict().items():
+        if not isinstance(value, Tensor):
             continue
-        low, high = (int(bound) for bound in torch.aminmax(lengths))
-        if low < 0 or high > limit:
-            raise InvalidRequestError(f"{name} must be within 0..{limit}, got values from {low} to {high}")
+        # torch ships it without types.
+        if forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+            raise ForwardModeError(
+                f"{name} carries a forward-mode tangent; attention has reverse-mode derivatives only (use backward(), "
+                "torch.autograd.grad or torch.autograd.functional.vjp)"
+            )
 
 
 class _Sizes(NamedTuple):
@@ -160,8 +172,8 @@ def _concrete(args: Arguments) -> Arguments:
 
 def _hint(size: Any) -> int:
     """The size, or under tracing with dynamic shapes the size it was first seen with: no guard, no recompile."""
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, torch.SymInt):
+        return int(size)  # under torch.jit.trace it is a tensor
     hint = getattr(size.node, "hint", None)
     return int(hint) if hint is not None else 0
 
@@ -189,6 +201,8 @@ def _check_tensors(args: Arguments) -> None:
             continue
         if not isinstance(tensor, Tensor):
             _bad_type(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}", args)
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            _bad(f"{name} must be a dense (strided) tensor", args)
         if tensor.device != args.q.device:
             _bad(f"{name} is on {tensor.device} and q on {args.q.device}; move it with {name}.to(q.device)", args)
 
@@ -208,7 +222,7 @@ def _sizes(args: Arguments) -> _Sizes:
         _bad(f"q, k and v need at least one head, got Hq={heads_q}, Hkv={heads_k}", args)
     if heads_q % heads_k:
         other = "bhsd" if args.layout == "bshd" else "bshd"
-        fits = k[seq] != 0 and q[seq] % k[seq] == 0
+        fits = k[seq] != 0 and q[seq] % k[seq] == 0 and q[seq] < q[head]
         hint = f"; read with layout={other!r} they would fit" if fits else ""
         _bad(f"Hq must be a multiple of Hkv (GQA), got Hq={heads_q}, Hkv={heads_k}{hint}", args)
     head_dim, head_dim_k, head_dim_v = int(q[3]), int(k[3]), int(v[3])
@@ -275,6 +289,8 @@ def _window(args: Arguments) -> tuple[int | None, int | None] | None:
             _bad_type(f"window's sides must be ints or None (no limit), got {window!r}", args)
         if limit is not None and limit < 0:
             _bad(f"window's sides must be >= 0; no limit is None (flash-attention's -1), got {window!r}", args)
+        if limit is not None and limit > 2**31 - 1:
+            _bad(f"window's sides must fit 32 bits; no limit is None, got {window!r}", args)
     return (window[0], window[1])
 
 
@@ -377,8 +393,9 @@ def _number(args: Arguments, name: str) -> float:
     value = getattr(args, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         _bad_type(f"{name} must be a number, got {value!r}", args)
-    if not math.isfinite(value):
-        _bad(f"{name} must be finite, got {value}", args)
+    largest = torch.finfo(torch.float64 if args.q.dtype is torch.float64 else torch.float32).max
+    if not abs(value) <= largest:  # also NaN
+        _bad(f"{name} must be finite in {'float64' if largest > 1e300 else 'float32'}, got {str(value)[:20]}", args)
     return float(value)
 
 

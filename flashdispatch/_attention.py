@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashdispatch import _execute, _forcing, _plans, _settings
 from flashdispatch._adapt import adapt, as_bshd
-from flashdispatch._arguments import Arguments, autocast_dtype, check, check_length_values, fp32_precision
+from flashdispatch._arguments import Arguments, autocast_dtype, check, fp32_precision, refuse_forward_mode
 from flashdispatch._forcing import Names
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Align
@@ -137,6 +138,7 @@ def attention(
         BackendUnsupportedError: (NotImplementedError) the backend asked for can't run this; all its reasons.
         NoBackendError: (NotImplementedError) nobody can run this; everyone's reasons.
         FallbackError: (RuntimeError) only a slow path is left on a GPU and FLASHDISPATCH_FALLBACK=error.
+        ForwardModeError: (NotImplementedError) an input carries a forward-mode tangent.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), ALiBi (arXiv 2108.12409), attention
     sinks (arXiv 2309.17453).
@@ -153,7 +155,7 @@ def attention(
 
         return traced(
             q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
-            dropout_seed, layout, return_lse, deterministic, backend, _forcing.mirror.names,
+            dropout_seed, layout, return_lse, deterministic, backend, _forcing.mirror.names, _forcing.default(),
         )  # fmt: skip
     environment, disable = os.environ.get(_settings.BACKEND), os.environ.get(_settings.DISABLE)
     context, default = _forcing.context(), _forcing.default()
@@ -172,19 +174,23 @@ def attention(
             None if kv_lens is None else _metadata(kv_lens),
             _metadata(dropout_seed) if isinstance(dropout_seed, Tensor) else type(dropout_seed),
             causal, window, scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
+            type(causal), type(scale), type(return_lse), type(deterministic),  # True is 1 to a dict, and not to us
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
             fp32_precision() if kind == "cuda" and q.dtype is torch.float32 else None,
-            environment, disable, context, default,
+            environment, disable, context, default, _plans.registry().generation,
         )  # fmt: skip
         call = _plans.cache.get(key)
-    except (AttributeError, TypeError):
-        # An argument that is no tensor, or not hashable. The checks below name it, or find it good and run it uncached.
+    except (AttributeError, TypeError, RuntimeError):
+        # An argument that is no tensor, not hashable, or has no strides. The checks below name it, or find it good and
+        # run it uncached.
         key = call = None
-    if call is None:
+    if call is None or forward_ad._current_level >= 0:
         args = Arguments(
             q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
             dropout_seed, layout, return_lse, deterministic,
         )  # fmt: skip
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(args)
         asked = _forcing.Asked(backend, environment, context, default)
         if not _runs_eagerly(args):
             from flashdispatch._compile import lower
@@ -193,10 +199,6 @@ def attention(
         call = _call(args, asked, disable)
         if key is not None:
             _plans.remember(key, call)
-    if call.read_lengths:
-        check_length_values(
-            (("q_lens", q_lens, call.bound.problem.seqlen_q), ("kv_lens", kv_lens, call.bound.problem.seqlen_k))
-        )
     if call.plain:
         extras = NO_EXTRAS
     else:
@@ -214,8 +216,6 @@ class _Call(NamedTuple):
 
     bound: _execute.Bound
     cast_to: torch.dtype | None
-    read_lengths: bool
-    """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
     plain: bool
     """q, k and v go to the backend as they are, and alone."""
 
@@ -226,8 +226,6 @@ def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
     problem = checked.problem
     plan, backend = _plans.commit(problem, asked, disable, adapters=checked.adapters)
     q = as_bshd(args.q, problem, checked.cast_to)
-    lengths = problem.q_lens or problem.kv_lens
-    read_lengths = lengths and (args.q.device.type == "cpu" or _settings.read().check)
     extras = (args.attn_mask, args.alibi_slopes, args.sinks, args.q_lens, args.kv_lens)
     plain = (
         problem.layout == "bshd"
@@ -235,7 +233,7 @@ def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
         and not problem.dropout_p
         and all(tensor is None for tensor in extras)
     )
-    return _Call(_execute.bound(plan, backend, q), checked.cast_to, read_lengths, plain)
+    return _Call(_execute.bound(plan, backend, q, check=_settings.read().check), checked.cast_to, plain)
 
 
 def _metadata(tensor: Tensor) -> tuple[object, ...]:

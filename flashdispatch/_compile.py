@@ -12,19 +12,20 @@ This module imports torch._dynamo (and with it triton), so it is imported only b
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
-from flashdispatch import _execute, _forcing, _plans, _settings
+from flashdispatch import _execute, _plans, _settings
 from flashdispatch._adapt import adapt
-from flashdispatch._arguments import Arguments, check, fp32_precision
+from flashdispatch._arguments import Arguments, check, fp32_precision, refuse_forward_mode
 from flashdispatch._forcing import Asked, Names
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import Extras, Gradients, Needs
-from flashdispatch_registry.errors import BackendUnsupportedError
+from flashdispatch_registry.errors import BackendUnsupportedError, InvalidRequestError
 from flashdispatch_registry.layout import dense_strides, empty_gradient, output_strides
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
@@ -80,13 +81,14 @@ def traced(
     deterministic: bool | None,
     backend: str | Names | None,
     context: Names | None,
+    default: Names | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` inside a compiled region; `context` is what `use_backend` says there."""
+    """`attention` inside a compiled region, with what `use_backend` and `set_default_backend` say there (guarded)."""
     args = Arguments(
         q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
         dropout_seed, layout, return_lse, deterministic,
     )  # fmt: skip
-    asked = Asked(backend, os.environ.get(_settings.BACKEND), context, _forcing.default())
+    asked = Asked(backend, os.environ.get(_settings.BACKEND), context, default)
     return lower(args, asked, os.environ.get(_settings.DISABLE))
 
 
@@ -95,6 +97,7 @@ torch._dynamo.allow_in_graph(traced)  # type: ignore[no-untyped-call]  # torch s
 
 def lower(args: Arguments, asked: Asked, disable: str | None) -> Tensor | tuple[Tensor, Tensor]:
     """Makes the plan and calls the op with the chosen backend's name."""
+    refuse_forward_mode(args)
     checked = check(args)
     problem = checked.problem
     plan, _ = _plans.commit(problem, asked, disable, adapters=checked.adapters, notes=(TRACED_NOTE,))
@@ -129,10 +132,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     if call.problem.needs_backward:
         if len(_recipes) >= RECIPES_LIMIT:  # dynamic lengths: one a length, and a backward is never far behind
             del _recipes[next(iter(_recipes))]
-        _recipes[attributes.backend, call.problem] = _recipe(saved, q, k, v, extras, out, lse, call)
+        _recipes[_recipe_key(call)] = _recipe(saved, q, k, v, extras, out, lse, call)
     if not _has_lse(attributes):
         lse = None
-    return out, lse if lse is not None else q.new_empty(0)
+    return out, lse if lse is not None else q.new_empty(0, dtype=_execute.lse_dtype(q.dtype))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -140,7 +143,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     out_shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty_strided(out_shape, output_strides(out_shape, q.stride(), cast("Any", attributes.layout)))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if _has_lse(attributes) else (0,)
-    return out, q.new_empty(lse_shape, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    return out, q.new_empty(lse_shape, dtype=_execute.lse_dtype(q.dtype))
 
 
 def _has_lse(attributes: Attributes) -> bool:
@@ -153,8 +156,8 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
     extras, attributes = Extras(*inputs[3:9]), Attributes(*inputs[9:])
     call = _bound(q, k, v, extras, attributes)
     named = _named(q, k, v, extras, out, lse)
-    saved = tuple(cast("Tensor", named[name]) for name in _recipes[attributes.backend, call.problem])
-    gradients = call.backward(saved, dout, dlse, needs, q)
+    saved = tuple(cast("Tensor", named[name]) for name in _recipes[_recipe_key(call)])
+    gradients = call.backward(saved, dout, dlse, needs, (q, k, v, extras.attn_mask, extras.sinks))
     like = (q, k, v, extras.attn_mask, extras.sinks)
     return tuple(_strided(gradient, tensor, q) for gradient, tensor in zip(gradients, like, strict=True))
 
@@ -189,6 +192,11 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     nothing = (None,) * len(Attributes._fields)
     if dout is None and dlse is None:
         return (None,) * 9 + nothing
+    if not ctx.attributes.needs_grad:
+        raise InvalidRequestError(
+            "this graph was traced without gradients, so its plan covers none; trace or export it with inputs that "
+            "require grad"
+        )
     made = torch.ops.flashdispatch.backward(dout, dlse, out, lse, *needs, *inputs, *ctx.attributes)
     grads = Gradients(*(gradient if need else None for gradient, need in zip(made, needs, strict=True)))
     return grads.q, grads.k, grads.v, grads.attn_mask, None, grads.sinks, None, None, None, *nothing
@@ -214,8 +222,13 @@ _calls: dict[Any, _execute.Bound] = {}
 
 RECIPES_LIMIT = 1 << 16
 
-_recipes: dict[tuple[str, Problem], tuple[str, ...]] = {}
+_recipes: dict[tuple[str | None, Problem], tuple[str, ...]] = {}
 """How a backend's `saved` is made of the call's own tensors, learnt in the forward and used in the backward."""
+
+
+def _recipe_key(call: _execute.Bound) -> tuple[str | None, Problem]:
+    """TF32 may be allowed or not in between; it does not change what is saved."""
+    return call.plan.chosen, replace(call.problem, fp32_precision="ieee")
 
 
 def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attributes) -> _execute.Bound:
@@ -254,8 +267,8 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attribut
             layout=cast("Any", attributes.layout),
             fp32_precision=cast("Any", precision),
         )
-        plan, backend = _plans.commit(problem, Asked(attributes.backend, None, None, None), None)
-        call = _execute.bound(plan, backend, q)
+        plan, backend = _plans.commit_traced(problem, attributes.backend)
+        call = _execute.bound(plan, backend, q, check=_settings.read().check)
         if len(_calls) >= _plans.CACHE_LIMIT:
             _calls.clear()
         _calls[key] = call

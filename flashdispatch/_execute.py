@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flashdispatch._arguments import check_length_values
 from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
-from flashdispatch_registry.errors import SecondDerivativeError
+from flashdispatch_registry.errors import BackendContractError, RecomputeError, SecondDerivativeError
 from flashdispatch_registry.layout import output_strides
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
@@ -26,15 +27,28 @@ class Bound:
     plan: Plan
     problem: Problem
     backend: Backend
+    out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
     """The contract's strides of the output for this call's q."""
+    lse_shape: tuple[int, ...]
     autocast: str | None
     """q's device type, where autocast exists for it: the backend runs outside any autocast region."""
     guard: bool
     """More than one GPU: q's device must be made current."""
+    read_lengths: bool
+    """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
+    marker: Tensor
+    """Saved with a call's tensors and compared in its backward: activation checkpointing recomputes the forward, and
+    what one backend saved means nothing to another."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        """Runs the backend's forward."""
+        """Runs the backend's forward.
+
+        Raises InvalidRequestError for lengths out of range, BackendContractError for a result that breaks the contract.
+        """
+        if self.read_lengths:
+            check_length_values("q_lens", extras.q_lens, self.problem.seqlen_q)
+            check_length_values("kv_lens", extras.kv_lens, self.problem.seqlen_k)
         try:
             if self._as_it_is():
                 out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
@@ -44,6 +58,9 @@ class Bound:
         except Exception as error:
             error.add_note(self._note("forward"))
             raise
+        self._check("out", out, self.out_shape, self.problem.dtype)
+        if self.problem.return_lse or self.problem.needs_grad:
+            self._check("lse", lse, self.lse_shape, lse_dtype(self.problem.dtype))
         if out.stride() != self.out_strides:
             # The same values in the promised strides: compiled code and the caller's view() rely on them.
             dense = torch.empty_strided(out.shape, self.out_strides, dtype=out.dtype, device=out.device)
@@ -53,24 +70,35 @@ class Bound:
         return Forward(out, lse, saved)
 
     def backward(
-        self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, needs: Needs, like: Tensor
+        self,
+        saved: tuple[Tensor, ...],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        needs: Needs,
+        inputs: tuple[Tensor | None, ...],
     ) -> Gradients:
-        """Runs the backend's backward. `dout` None (only the LSE was used) is zero; `like` tells its device."""
-        problem = self.problem
-        with self._around(like):
+        """Runs the backend's backward. `dout` None (only the LSE was used) is zero. `inputs`: q, k, v, mask, sinks.
+
+        Raises BackendContractError for gradients that break the contract.
+        """
+        q = cast("Tensor", inputs[0])
+        with self._around(q):
             if dout is None:
-                shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
-                dout = torch.zeros(shape, dtype=problem.dtype, device=like.device)
+                dout = torch.zeros(self.out_shape, dtype=self.problem.dtype, device=q.device)
             elif dout.stride(-1) != 1:
                 # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
                 dout = dout.contiguous()
             if dlse is not None:
                 dlse = dlse.contiguous()
             try:
-                return self.backend.backward(problem, saved, dout, dlse, needs)
+                gradients = self.backend.backward(self.problem, saved, dout, dlse, needs)
             except Exception as error:
                 error.add_note(self._note("backward"))
                 raise
+        for name, needed, gradient, given in zip(Needs._fields, needs, gradients, inputs, strict=True):
+            if needed and given is not None:
+                self._check(f"d{name}", gradient, given.shape, given.dtype)
+        return gradients
 
     def _as_it_is(self) -> bool:
         """The common case, for which no context manager is paid: no autocast region, one GPU."""
@@ -86,22 +114,45 @@ class Bound:
             around.enter_context(torch.cuda.device(tensor.device))
         return around
 
+    def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tensor is None or tensor.shape != shape or tensor.dtype is not dtype:
+            got = "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise BackendContractError(
+                f"backend {self.plan.chosen} returned {name} {got}; the contract wants {tuple(shape)} {dtype}\n"
+                f"  asked: {self.problem.describe()}\n"
+                f"  FLASHDISPATCH_DISABLE={self.plan.chosen} keeps it from being used",
+                plan=self.plan,
+            )
+
     def _note(self, pass_: str) -> str:
-        return f"flashdispatch: in the {pass_} of backend {self.plan.chosen}, asked: {self.problem.describe()}"
+        name = self.plan.chosen
+        return (
+            f"flashdispatch: in the {pass_} of backend {name}, asked: {self.problem.describe()}\n"
+            f"FLASHDISPATCH_DISABLE={name} keeps it from being used"
+        )
 
 
-def bound(plan: Plan, backend: Backend, q: Tensor) -> Bound:
-    """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`."""
-    kind = q.device.type
-    shape = (*q.shape[:3], plan.problem.head_dim_v)
+def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
+    """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`; `check` is FLASHDISPATCH_CHECK."""
+    kind, problem = q.device.type, plan.problem
+    shape = (*q.shape[:3], problem.head_dim_v)
     return Bound(
         plan=plan,
-        problem=plan.problem,
+        problem=problem,
         backend=backend,
-        out_strides=output_strides(shape, q.stride(), plan.problem.layout),
+        out_shape=shape,
+        out_strides=output_strides(shape, q.stride(), problem.layout),
+        lse_shape=(q.shape[0], q.shape[2], q.shape[1]),
         autocast=kind if torch.amp.is_autocast_available(kind) else None,
         guard=kind == "cuda" and torch.cuda.device_count() > 1,
+        read_lengths=(problem.q_lens or problem.kv_lens) and (kind == "cpu" or check),
+        marker=torch.tensor(hash((plan.chosen, problem)), device="cpu"),
     )
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The LSE's dtype: float32, and float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class Attention(torch.autograd.Function):
@@ -120,7 +171,8 @@ class Attention(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for."""
         out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
-        ctx.save_for_backward(*saved)
+        # The inputs are kept in any case: a second derivative is noticed through them.
+        ctx.save_for_backward(call.marker, q, k, v, attn_mask, sinks, *saved)
         ctx.call = call
         # An unused output then arrives as None, and no dLSE tensor is ever made for it.
         ctx.set_materialize_grads(False)
@@ -131,11 +183,22 @@ class Attention(torch.autograd.Function):
         """FlashAttention-2's backward (arXiv 2307.08691, Algorithm 2) as the backend runs it."""
         if dout is None and dlse is None:
             return (None,) * 7
+        marker, *kept = ctx.saved_tensors
+        call, inputs, saved = ctx.call, tuple(kept[:5]), tuple(kept[5:])
+        if marker is not call.marker and int(marker) != int(call.marker):
+            raise RecomputeError(
+                f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
+                "computed: what is in force at backward() differs from the forward. Call backward() inside the same "
+                "use_backend block and settings, or give attention() backend=\n"
+                f"  asked: {call.problem.describe()}",
+                plan=call.plan,
+            )
         needs = Needs(*ctx.needs_input_grad[2:])
-        like = cast("Tensor", dout if dout is not None else dlse)
-        gradients = ctx.call.backward(ctx.saved_tensors, dout, dlse, needs, like)
+        gradients = call.backward(saved, dout, dlse, needs, inputs)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = Once.apply(like.new_empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
+            connected = [tensor for tensor in (dout, dlse, *inputs) if tensor is not None and tensor.requires_grad]
+            # torch ships `apply` without types.
+            gradients = Once.apply(len(connected), *connected, *gradients)  # type: ignore[no-untyped-call]
         return (None, None, *gradients)
 
 
@@ -143,17 +206,20 @@ class Once(torch.autograd.Function):
     """Passes gradients on and raises when they are differentiated again: a second derivative is never dropped.
 
     torch's `once_differentiable` raises only when dout itself needs a gradient, so that a gradient penalty, whose dout
-    is constant, would silently lose its part through q, k and v.
+    is constant, would silently lose its part through q, k and v. Here the gradients stay connected to all of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        """`anchor` requires a gradient, so what comes out does too."""
-        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The first `count` tensors are what the gradients depend on; the rest are the gradients."""
+        ctx.nothing = (None,) * (len(tensors) + 1)
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in tensors[count:])
 
     @staticmethod
-    def backward(ctx: Any, *second: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        """Raises SecondDerivativeError."""
+    def backward(ctx: Any, *second: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Raises SecondDerivativeError when there is a second derivative to pass on."""
+        if all(gradient is None for gradient in second):
+            return cast("tuple[None, ...]", ctx.nothing)
         raise SecondDerivativeError(
             "attention is differentiable once; for a second derivative compute it in plain PyTorch operations"
         )

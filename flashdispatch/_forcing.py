@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 
 from flashdispatch import _settings
-from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
+from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError, SettingsError
 from flashdispatch_registry.plan import Forced, Source
 
 log = logging.getLogger("flashdispatch")
@@ -55,26 +55,38 @@ class Asked(NamedTuple):
 def use_backend(names: str | Names) -> Iterator[None]:
     """Runs `names` inside the ``with`` block (or the decorated function), in this thread and async task only.
 
-    ``use_backend("triton_fa2")`` is strict: a call that it can't run raises BackendUnsupportedError with the reasons.
+    ``use_backend("torch_reference")`` is strict: a call that it can't run raises with all reasons.
     ``use_backend("a,b")`` or ``("a", "b")`` is a chain, tried in order. Blocks nest; the inner one wins. The
     environment variable FLASHDISPATCH_BACKEND and a call's own `backend=` win over it.
+
+    A function compiled by torch.compile sees the block of its own thread. Where async tasks switch inside overlapping
+    blocks, or a block reaches another thread through copied context (`asyncio.to_thread`), only eager calls follow:
+    give compiled ones `backend=`.
 
     Raises UnknownBackendError at once when a name is not registered.
     """
     chain = parse(names)
-    if not torch.compiler.is_compiling():
-        from flashdispatch._plans import check_registered
+    if (
+        torch.compiler.is_compiling()
+    ):  # Dynamo can't trace a ContextVar; inside a traced region the mirror is all there is
+        before = mirror.names
+        mirror.names = chain
+        try:
+            yield
+        finally:
+            mirror.names = before
+        return
+    from flashdispatch._plans import check_registered
 
-        check_registered(chain, "use_backend()")
-        token = _context.set(chain)
-    before = mirror.names
+    check_registered(chain, "use_backend()")
+    token = _context.set(chain)
     mirror.names = chain
     try:
         yield
     finally:
-        mirror.names = before
-        if not torch.compiler.is_compiling():
+        with suppress(ValueError):  # an async generator may be closed in another context, whose variable is not ours
             _context.reset(token)
+        mirror.names = _context.get()
 
 
 def set_default_backend(names: str | Names | None) -> None:
@@ -112,7 +124,8 @@ def parse(names: object) -> Names:
         chain = names
     else:
         raise InvalidTypeError(
-            f"a backend is named by a string ('triton_fa2', or 'a,b' for a chain) or a tuple of strings, got {names!r}"
+            "a backend is named by a string ('torch_reference', or 'a,b' for a chain) or a tuple of strings, got "
+            f"{names!r}"
         )
     if not chain:
         raise InvalidRequestError(f"no backend name in {names!r}; leave it out to choose automatically")
@@ -121,23 +134,31 @@ def parse(names: object) -> Names:
     return chain
 
 
-def resolve(asked: Asked) -> Forced | None:
-    """The strongest source wins; None when nobody names a backend, or the winner says ``"auto"``."""
+def resolve(asked: Asked) -> tuple[Forced | None, tuple[str, ...]]:
+    """The strongest source wins: (what it forces, notes for the plan).
+
+    Nothing is forced when nobody names a backend, or when the winner says ``"auto"``; whom it overruled is then a note.
+    """
     said: list[tuple[Source, Names]] = []
     if asked.argument is not None:
         said.append(("backend argument", parse(asked.argument)))
     if asked.environment:
-        said.append(("FLASHDISPATCH_BACKEND", parse(asked.environment)))
+        try:
+            said.append(("FLASHDISPATCH_BACKEND", parse(asked.environment)))
+        except InvalidRequestError as error:
+            raise SettingsError(f"FLASHDISPATCH_BACKEND={asked.environment!r}: {error}") from None
     if asked.context is not None:
         said.append(("use_backend()", asked.context))
     if asked.default is not None:
         said.append(("set_default_backend()", asked.default))
     if not said:
-        return None
+        return None, ()
     (source, names), weaker = said[0], said[1:]
     overridden = tuple((other, ",".join(chain)) for other, chain in weaker if chain != names)
     _log_overridden(source, names, overridden)
-    return None if names == AUTO else Forced(names, source, overridden)
+    if names == AUTO:
+        return None, tuple(f"'auto' by {source}, over {value} by {other}" for other, value in overridden)
+    return Forced(names, source, overridden), ()
 
 
 _logged: set[tuple[Source, Names, tuple[tuple[Source, str], ...]]] = set()

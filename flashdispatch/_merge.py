@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashdispatch_registry.errors import InvalidRequestError
+from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
 from flashdispatch_registry.problem import Layout
 
 
@@ -31,6 +31,9 @@ def merge_attention(
     Raises:
         InvalidRequestError: (ValueError) shapes, dtypes or devices that don't fit each other.
     """
+    for name, tensor in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     heads, rows = (2, 1) if layout == "bshd" else (1, 2)
     expected = (out1.shape[0], out1.shape[heads], out1.shape[rows]) if out1.dim() == 4 else ()
     if (

@@ -16,20 +16,20 @@ from torch import Tensor
 from flashdispatch import _forcing, _settings
 from flashdispatch._arguments import Arguments, check
 from flashdispatch._forcing import Asked, Names
-from flashdispatch_registry.arch import arch_of, device_type_of
+from flashdispatch_registry.arch import arch_of, check_arch, device_type_of
 from flashdispatch_registry.backend import Backend, BackendSpec
 from flashdispatch_registry.errors import (
     BackendLoadError,
-    FallbackError,
     FallbackWarning,
     InvalidTypeError,
     UnknownBackendError,
 )
-from flashdispatch_registry.plan import Adapter, Plan
+from flashdispatch_registry.plan import Adapter, Forced, Plan
 from flashdispatch_registry.plugins import Registry
 from flashdispatch_registry.problem import Problem
 from flashdispatch_registry.reasons import Code, Reason
 from flashdispatch_registry.select import Entry, nearest, require, select
+from flashdispatch_registry.versions import versions_line
 
 log = logging.getLogger("flashdispatch")
 
@@ -40,7 +40,7 @@ CACHE_LIMIT = 4096
 """Cached calls; beyond it the oldest half goes."""
 
 cache: dict[Any, Any] = {}
-"""A call's metadata -> its `_execute.Bound`. Emptied whenever the registry or the settings change."""
+"""A call's metadata, the registry's generation among it -> what runs it. Emptied by `reload_settings`."""
 
 
 def registry() -> Registry:
@@ -50,17 +50,19 @@ def registry() -> Registry:
         with _lock:
             if _registry is None:
                 _settings.warn_unknown()
-                _registry = Registry(_settings.read().plugins)
+                _registry = Registry(_settings.plugin_policy())
     return _registry
 
 
 def register(spec: BackendSpec) -> None:
     """Adds a backend at run time, without packaging.
 
-    Raises PluginError when the name is taken or the spec was written for another version of the contract.
+    Raises PluginError when the name is taken or the spec was written for another version of the contract,
+    InvalidTypeError when it is no BackendSpec.
     """
+    if not isinstance(spec, BackendSpec):
+        raise InvalidTypeError(f"register() takes a BackendSpec, got {type(spec).__name__}")
     registry().register(spec)
-    cache.clear()
 
 
 def unregister(name: str) -> None:
@@ -68,9 +70,8 @@ def unregister(name: str) -> None:
 
     Raises UnknownBackendError when there is none of that name, PluginError when an installed plugin brings it.
     """
-    check_registered((name,), "unregister()")
+    _check_names((name,), "unregister()")
     registry().unregister(name)
-    cache.clear()
 
 
 def reload_settings() -> None:
@@ -85,13 +86,19 @@ def reload_settings() -> None:
 
 
 def check_registered(names: Names, source: str) -> None:
-    """Raises UnknownBackendError when one of `names` is not registered."""
+    """Raises UnknownBackendError when one of `names` is not registered; ``"auto"`` needs no registration."""
+    if names != _forcing.AUTO:
+        _check_names(names, source)
+
+
+def _check_names(names: Names, source: str) -> None:
     known = [entry.name for entry in registry().entries()]
     for name in names:
-        if name not in known and names != _forcing.AUTO:
+        if name not in known:
             raise UnknownBackendError(
-                f"no backend is called {name!r} (asked for by {source}).{nearest(name, known)}\n"
-                f"  registered: {', '.join(known) or 'none'}"
+                f"no backend is called {name!r} (asked for by {source}).{nearest(str(name), known)}\n"
+                f"  registered: {', '.join(known) or 'none'}\n"
+                f"  versions: {versions_line()}"
             )
 
 
@@ -108,14 +115,16 @@ def plan_for(
     entries = known.entries()
     disabled = frozenset(_settings.names(disable or ""))
     _warn_unknown_disabled(disabled, entries)
+    forced, overruled = _forcing.resolve(asked)
     return select(
         problem,
         entries,
-        forced=_forcing.resolve(asked),
+        forced=forced,
         disabled=disabled,
         issues=known.known_issues(),
+        refuse_fallback=_settings.read().fallback == "error",
         adapters=adapters,
-        notes=notes,
+        notes=notes + overruled,
     )
 
 
@@ -136,7 +145,6 @@ def commit(
     SettingsError.
     """
     _settings.warn_unknown()
-    settings = _settings.read()
     while True:
         plan = plan_for(problem, asked, disable, adapters=adapters, notes=notes)
         name = require(plan)
@@ -144,11 +152,20 @@ def commit(
             backend = registry().load(name)
         except BackendLoadError as error:
             log.warning("%s", error)
-            cache.clear()
             continue  # now it has the reason LOAD_FAILED, so the next plan is another one, or raises with it
-        _fallback_event(plan, settings.fallback)
+        _fallback_event(plan)
         log.debug("%s for %s", name, problem.describe())
         return plan, backend
+
+
+def commit_traced(problem: Problem, name: str) -> tuple[Plan, Backend]:
+    """At run time of a traced call: the plan for the real sizes, on the backend that tracing chose and no other.
+
+    Raises BackendUnsupportedError when it can't run these sizes.
+    """
+    known = registry()
+    plan = select(problem, known.entries(), forced=Forced((name,), "torch.compile"), issues=known.known_issues())
+    return plan, known.load(require(plan))
 
 
 def remember(key: Any, call: Any) -> None:
@@ -177,12 +194,17 @@ def explain(
     Raises what bad arguments raise in `attention`, UnknownBackendError and DisabledBackendError.
     """
     asked, disable = ask(backend)
+    if arch is not None:
+        check_arch(arch)
     if isinstance(q, Problem):
         if k is not None or v is not None or arguments:
             raise InvalidTypeError("explain(problem) takes only arch= and backend= beside it: a Problem says the rest")
         return plan_for(q.with_arch(arch) if arch else q, asked, disable)
     if k is None or v is None:
         raise InvalidTypeError("explain() needs q, k and v, or one Problem")
+    unknown = ", ".join(sorted(set(arguments).difference(Arguments._fields)))
+    if unknown:
+        raise InvalidTypeError(f"attention() has no argument {unknown}; it has {', '.join(Arguments._fields[3:])}")
     checked = check(Arguments(q, k, v, **arguments), arch=arch)
     return plan_for(checked.problem, asked, disable, adapters=checked.adapters)
 
@@ -202,6 +224,8 @@ def prepare(
 
     Raises what `attention` raises when nothing can run.
     """
+    if "arch" in arguments:
+        raise InvalidTypeError("prepare() compiles for q's own device; explain(arch=...) answers for another")
     plan = explain(q, k, v, backend=backend, **arguments)
     asked, disable = ask(backend)
     plan, code = commit(plan.problem, asked, disable, adapters=plan.adapters)
@@ -258,7 +282,9 @@ def _arches() -> list[str]:
 def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tuple[Reason, ...]:
     reasons = list(entry.faults)
     if entry.name in disabled:
-        reasons.append(Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", "unset it"))
+        reasons.append(
+            Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", "unset FLASHDISPATCH_DISABLE")
+        )
     if entry.spec is not None:
         support = entry.spec.support
         mine = [arch for arch in arches if device_type_of(arch) in support.devices]
@@ -276,25 +302,24 @@ def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tupl
 _events: set[tuple[Any, ...]] = set()
 
 
-def _fallback_event(plan: Plan, policy: _settings.FallbackPolicy) -> None:
-    """FLASHDISPATCH_FALLBACK: taking a slow path on a GPU is said, once per class of problem, or refused."""
-    if plan.fallback is None or policy == "allow":
+def _fallback_event(plan: Plan) -> None:
+    """FLASHDISPATCH_FALLBACK=warn: taking a slow path on a GPU is said, once per class of problem."""
+    if plan.fallback is None or _settings.read().fallback != "warn":
         return
-    text = (
-        f"{plan.fallback}, and no fused backend can run this.\n"
-        f"  asked: {plan.problem.describe()}\n"
-        + "".join(f"  {c.name}: {reason}\n" for c in plan.candidates for reason in c.reasons)
-        + "  FLASHDISPATCH_FALLBACK=allow accepts it, =error refuses it; explain() shows the plan"
-    )
-    if policy == "error":
-        raise FallbackError(text, plan=plan)
     problem = plan.problem
     # Sizes don't matter to whether a kernel exists: one warning, not one per sequence length.
-    kind = replace(problem, batch=0, seqlen_q=0, seqlen_k=0, scale=1.0, attn_mask_shape=None)
-    event = (plan.chosen, kind)
-    if event not in _events:
-        _events.add(event)
-        warnings.warn(text, FallbackWarning, stacklevel=2)
+    event = (plan.chosen, replace(problem, batch=0, seqlen_q=0, seqlen_k=0, scale=1.0, attn_mask_shape=None))
+    if event in _events:
+        return
+    _events.add(event)
+    warnings.warn(
+        f"{plan.fallback}, and no fused backend can run this.\n"
+        f"  asked: {problem.describe()}\n"
+        + "".join(f"  {c.name}: {reason}\n" for c in plan.candidates for reason in c.reasons)
+        + "  FLASHDISPATCH_FALLBACK=allow accepts it, =error refuses it; explain() shows the plan",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 _unknown_disabled: set[str] = set()

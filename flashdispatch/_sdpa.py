@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashdispatch._attention import attention
-from flashdispatch_registry.errors import InvalidRequestError
+from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
 
 
 def sdpa(
@@ -22,7 +22,8 @@ def sdpa(
 
     What differs from `attention`: the layout is (..., H, S, D), `is_causal` is top-left (query i sees keys 0..i), and
     grouped heads must be allowed with `enable_gqa`. What differs from PyTorch: a query that sees no key gives 0 on
-    every backend, dropout's mask follows our Philox contract, and bad shapes raise before any work.
+    every backend, dropout's mask follows our Philox contract, batch dims are not broadcast between query, key and value
+    (expand them first), and bad shapes raise before any work.
 
     Args:
         query: (S, D), (H, S, D), (B, H, S, D), or with more leading dims.
@@ -37,6 +38,9 @@ def sdpa(
     Raises:
         InvalidRequestError: (ValueError) and the other errors of `attention`.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if is_causal and attn_mask is not None:
         raise InvalidRequestError(
             "is_causal=True and attn_mask exclude each other in PyTorch; use attention() for both"
@@ -57,7 +61,7 @@ def sdpa(
         raise InvalidRequestError(
             f"{q.shape[1]} query heads and {k.shape[1]} key heads need enable_gqa=True, as in PyTorch"
         )
-    if attn_mask is not None and attn_mask.dim() > 4:
+    if attn_mask is not None and rank > 4 and attn_mask.dim() > 3:
         # More leading dims than (B, H): the mask follows the batch dims into one, which copies what is broadcast there.
         attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
     out = attention(

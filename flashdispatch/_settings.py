@@ -48,18 +48,26 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
 
     Raises SettingsError for a value that means nothing.
     """
-    fallback = environ.get("FLASHDISPATCH_FALLBACK") or "warn"
+    fallback = environ.get("FLASHDISPATCH_FALLBACK", "").strip().lower() or "warn"
     if fallback not in ("error", "warn", "allow"):
         raise SettingsError(f"FLASHDISPATCH_FALLBACK={fallback!r} must be error, warn or allow")
-    allow = environ.get("FLASHDISPATCH_PLUGINS")
     return Settings(
         fallback=fallback,  # type: ignore[arg-type]  # checked above
         check=_flag(environ, "FLASHDISPATCH_CHECK"),
-        plugins=PluginPolicy(
-            allow=frozenset(names(allow)) if allow is not None else None,
-            autoload=not _flag(environ, "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD"),
-            strict=_flag(environ, "FLASHDISPATCH_STRICT_PLUGINS"),
-        ),
+        plugins=plugin_policy(environ),
+    )
+
+
+def plugin_policy(environ: Mapping[str, str] = os.environ) -> PluginPolicy:
+    """Which plugins may load.
+
+    Raises SettingsError for a value that means nothing.
+    """
+    allow = environ.get("FLASHDISPATCH_PLUGINS")
+    return PluginPolicy(
+        allow=frozenset(names(allow)) if allow is not None else None,
+        autoload=not _flag(environ, "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD"),
+        strict=_flag(environ, "FLASHDISPATCH_STRICT_PLUGINS"),
     )
 
 

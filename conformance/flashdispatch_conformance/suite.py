@@ -27,7 +27,7 @@ import flashdispatch
 from flashdispatch_conformance.cases import BY_ID, NAMED, Case
 from flashdispatch_conformance.inputs import Inputs, bshd, build
 from flashdispatch_conformance.oracle import inside_band, length
-from flashdispatch_conformance.tolerance import FLOAT32_UNJUDGED, Expected, Stats, expect, judge
+from flashdispatch_conformance.tolerance import FLOAT32_JUDGED, Expected, Stats, expect, judge
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.layout import dense_strides
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
@@ -125,7 +125,7 @@ class _Run:
         self._seen: dict[str, Tensor] = {}
 
     def result(self, outcome: Outcome, messages: Iterable[str]) -> Result:
-        unjudged = FLOAT32_UNJUDGED if self.dtype == torch.float32 and self.stats else ""
+        unjudged = FLOAT32_JUDGED if self.dtype == torch.float32 and self.stats else ""
         return Result(
             case=self.case.id,
             backend=self.backend,

@@ -39,9 +39,17 @@ covers cancellation in float32 sums), eta E the smallest numbers: below 2^-25 (h
 float16 rounds P, dS and outputs to 0, and below 2^-126 float32 and bfloat16 may flush to 0; E says how such errors of
 single weights add up. LSE: sigma = sqrt(r + u_m^2 scale^2 Q2 ((P o t) K)^2) + 4w (1 + |lse| + |row maximum|).
 
-**float32 carries no verdict yet.** The model has no term that grows with the number of summed values, and honest
-float32 kernels break it on long one-signed sums (z up to 12 was measured at Sk = 16384). Until that term is derived, z
-is recorded and only the structural gates judge: shapes, finite exactly where the truth is, exact zeros and -inf.
+**float32 is judged no finer than float16 rounding** (gate ``float32_coarse``). At u = w the model lacks a term that
+grows with the number of summed values: honest float32 kernels break it on long one-signed sums (z up to 12 was measured
+at Sk = 16384). Until that term is derived, these z are recorded and carry no verdict. The verdict is by a second sigma,
+the same model and the same gates with float16's u = u_o = 2^-11. That is sound whatever the order of summation: a
+correct float16 kernel sums in float32 too, and then rounds P, dS and outputs 2^13 times as coarsely, so who is less
+accurate is wrong. Not found in float32: any error as small as float16's rounding, such as weights kept in 16 bits. The
+LSE is rounded to 16 bits by nobody, so it has one sigma in all dtypes and is judged in full.
+
+**float32 with TF32 is judged no finer than bfloat16 rounding**: u = u_m = u_o = 2^-8 in the second sigma. float16's
+would not do, as TF32 products read 11 bits of q, k, v and dout themselves, and hardware may cut where it does not
+round: errors of one sign, up to 2^-10. bfloat16's rounding is four times that.
 
 **float64** has as many digits as the truth, so there is no noise model: |got - truth| <= 1e-10 M, and for a gradient
 that is stored in float32 (sinks, a float32 mask) that one rounding. Sums of up to 1e3 terms with scores up to 1e3 lose
@@ -51,7 +59,7 @@ about 2^-53 * 1e3 * 1e3 = 1e-10 in either of the two; a wrong formula is off by 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
@@ -62,7 +70,7 @@ from flashdispatch_conformance.oracle import Head, Truth, heads, reduce_to, trut
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.problem import Problem
 
-Gate = Literal["shape", "finite", "exact", "rms", "row", "max", "bias", "float64"]
+Gate = Literal["shape", "finite", "exact", "rms", "row", "max", "bias", "float32_coarse", "float64"]
 
 W = 2.0**-24
 """Unit roundoff of float32."""
@@ -75,10 +83,14 @@ UNDERFLOW: Mapping[torch.dtype, float] = MappingProxyType(
 )
 FLOAT64_RTOL = 1e-10
 
-FLOAT32_UNJUDGED = (
-    "float32 z-scores carry no verdict: the noise model has no accumulation-length term yet; "
-    "shapes, finiteness and exact zeros are judged"
+FLOAT32_JUDGED: Mapping[str, str] = MappingProxyType(
+    {
+        precision: f"{name}: judged no finer than {coarse} rounding until its own model is derived. Judged: the z-scores "
+        "called float32_coarse, shapes, finiteness, exact zeros. Recorded without a verdict: the other z-scores"
+        for precision, name, coarse in (("ieee", "float32", "float16"), ("tf32", "float32 with TF32", "bfloat16"))
+    }
 )
+"""What is judged in float32 and what is not, by `Problem.fp32_precision`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,8 @@ class Expected:
     """float64, same shape; 0 where nothing is summed, so that there only the truth itself passes."""
     exact: Tensor
     """bool, same shape: 0 or -inf by contract (rows that see no key, rows past q_lens, keys that nobody sees)."""
+    coarse: Tensor | None = None
+    """Never missing in float32, and only there: the sigma of the verdict, with float16's rounding (TF32: bfloat16's)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +131,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """How one tensor compares with the truth. All z-scores are over the elements that are not exact by contract."""
+class Scores:
+    """The four numbers of z over the elements that are not exact by contract, as far as both are finite."""
 
     rms: float = 0.0
     row: float = 0.0
@@ -128,8 +142,20 @@ class Stats:
     numel: int = 0
     worst_index: tuple[int, ...] = ()
     """Where |z| is largest."""
+
+    def __str__(self) -> str:
+        worst = f"max {self.max:.3g} at {list(self.worst_index)}"
+        return f"rms {self.rms:.3g}, row {self.row:.3g}, bias {self.bias:+.3f}, {worst}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(Scores):
+    """How one tensor compares with the truth: z under the noise model of its own dtype, and the gates it breaks."""
+
     judged: bool = True
-    """False when the z-scores are recorded without a verdict; `failures` then holds structural ones only."""
+    """False in float32: these z-scores are recorded without a verdict, and those of `coarse` are judged."""
+    coarse: Scores | None = None
+    """float32 only: z with float16's rounding (TF32: bfloat16's)."""
     failures: tuple[Failure, ...] = ()
 
 
@@ -140,14 +166,19 @@ class _Roundoff:
     u: float
     u_m: float
     u_o: float
-    eta: float
 
     @classmethod
     def of(cls, problem: Problem) -> _Roundoff:
         u = ROUNDOFF[problem.dtype]
         if problem.dtype == torch.float32 and problem.fp32_precision == "tf32":
-            return cls(TF32_ROUNDOFF, TF32_ROUNDOFF, W, UNDERFLOW[problem.dtype])
-        return cls(u, 0.0, u, UNDERFLOW[problem.dtype])
+            return cls(TF32_ROUNDOFF, TF32_ROUNDOFF, W)
+        return cls(u, 0.0, u)
+
+    def coarse(self) -> _Roundoff:
+        """What float32 is held to: float16's rounding of P, dS and outputs; with TF32 bfloat16's, and of operands."""
+        if self.u_m:
+            return _Roundoff(*[ROUNDOFF[torch.bfloat16]] * 3)
+        return _Roundoff(ROUNDOFF[torch.float16], 0.0, ROUNDOFF[torch.float16])
 
 
 class _Noise:
@@ -168,9 +199,9 @@ def _norm(rows: Tensor) -> Tensor:
     return rows.square().sum(0).sqrt()
 
 
-def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, backward: bool) -> None:
+def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Roundoff, backward: bool) -> None:
     """Adds one head's terms, in the order and the letters of the module's docstring."""
-    unit, scale = _Roundoff.of(problem), problem.scale
+    scale = problem.scale
     u2, um2, uo2, w2 = unit.u**2, unit.u_m**2, unit.u_o**2, W**2
     b, h, n, m = head.b, head.h, head.Q.shape[0], head.K.shape[0]
     kv = h // problem.group
@@ -283,12 +314,32 @@ def expect(
     backward = dout is not None or dlse is not None
     exact = truth(problem, q, k, v, extras, dout, dlse)
     tensors = {name: value for name in Truth.__slots__ if isinstance(value := getattr(exact, name), Tensor)}
-    noise = {name: _Noise(value) for name, value in tensors.items()}
+    unit = _Roundoff.of(problem)
+    units = (unit, unit.coarse()) if problem.dtype == torch.float32 else (unit,)
+    noises = [{name: _Noise(value) for name, value in tensors.items()} for _ in units]
     for head in heads(problem, q, k, v, extras, dout, dlse):
-        _add_head(noise, head, problem, backward)
-    uo2 = _Roundoff.of(problem).u_o ** 2
+        for noise, each in zip(noises, units, strict=True):
+            _add_head(noise, head, problem, each, backward)
+    sigma, *coarse = (
+        _sigmas(noise, tensors, problem, each, extras, backward) for noise, each in zip(noises, units, strict=True)
+    )
+    return {
+        name: Expected(true, sigma[name], noises[0][name].exact, coarse[0][name] if coarse else None)
+        for name, true in tensors.items()
+    }
+
+
+def _sigmas(
+    noise: dict[str, _Noise],
+    tensors: dict[str, Tensor],
+    problem: Problem,
+    unit: _Roundoff,
+    extras: Extras,
+    backward: bool,
+) -> dict[str, Tensor]:
+    """Sigma by name, from what every head has added and the last rounding of the sums over heads."""
     for name in ("dk", "dv") if backward else ():
-        noise[name].v += uo2 * tensors[name].square()
+        noise[name].v += unit.u_o**2 * tensors[name].square()
     stored = dict.fromkeys(tensors, problem.dtype)
     if "dattn_mask" in noise and extras.attn_mask is not None:
         stored["dattn_mask"] = extras.attn_mask.dtype
@@ -298,10 +349,7 @@ def expect(
     if "dsinks" in noise:
         stored["dsinks"] = torch.float32
         noise["dsinks"].v += (W * tensors["dsinks"]).square()
-    return {
-        name: Expected(true, noise[name].sigma(problem, true, stored[name]), noise[name].exact)
-        for name, true in tensors.items()
-    }
+    return {name: noise[name].sigma(problem, true, stored[name]) for name, true in tensors.items()}
 
 
 def judge(name: str, got: Tensor, expected: Expected, problem: Problem) -> Stats:
@@ -324,37 +372,40 @@ def judge(name: str, got: Tensor, expected: Expected, problem: Problem) -> Stats
         failures.append(Failure("exact", f"{text}; {int(inexact.sum())} of {value.numel()} elements like it"))
 
     free = ~exact & value.isfinite() & true.isfinite()
-    if not free.any():
-        return Stats(judged=problem.dtype != torch.float32, failures=tuple(failures))
     error = torch.where(free, value - true, 0.0)
-    z = torch.where(error == 0, 0.0, error / expected.sigma)  # sigma 0: only the truth passes, else infinite
-    stats = _statistics(name, z, true, free)
+    scores, coarse = _scores(name, error, expected.sigma, true, free), None
     if problem.dtype == torch.float64:
-        if stats.max > 1.0:
-            text = f"{name}{list(stats.worst_index)} is off by {stats.max:.3g} times what float64 allows"
+        if scores.max > 1.0:
+            text = f"{name}{list(scores.worst_index)} is off by {scores.max:.3g} times what float64 allows"
             failures.append(Failure("float64", text))
-    elif problem.dtype != torch.float32:
-        failures += _broken(name, stats)
+    elif problem.dtype == torch.float32:
+        if expected.coarse is None:
+            raise ValueError(f"no coarse sigma for {name}: a float32 tensor would go unjudged")
+        coarse = _scores(name, error, expected.coarse, true, free)
+        failures += [
+            Failure("float32_coarse", f"{failure.message} [float32_coarse]") for failure in _broken(name, coarse)
+        ]
+    else:
+        failures += _broken(name, scores)
     return Stats(
-        rms=stats.rms,
-        row=stats.row,
-        max=stats.max,
-        bias=stats.bias,
-        numel=stats.numel,
-        worst_index=stats.worst_index,
-        judged=problem.dtype != torch.float32,
+        **{item.name: getattr(scores, item.name) for item in fields(Scores)},
+        judged=coarse is None,
+        coarse=coarse,
         failures=tuple(failures),
     )
 
 
-def _statistics(name: str, z: Tensor, true: Tensor, free: Tensor) -> Stats:
-    """The four numbers of z over the elements that are free to have noise."""
+def _scores(name: str, error: Tensor, sigma: Tensor, true: Tensor, free: Tensor) -> Scores:
+    """The four numbers of z over the elements that are free to have noise; `error` is 0 at the others."""
     count = int(free.sum())
+    if not count:
+        return Scores()
+    z = torch.where(error == 0, 0.0, error / sigma)  # sigma 0: only the truth passes, else infinite
     per_row = z.square()
     if name not in ("lse", "dsinks"):  # they have one value a row
         per_row = per_row.sum(-1) / free.sum(-1).clamp(min=1)
     worst = int(z.abs().argmax())
-    return Stats(
+    return Scores(
         rms=float((z.square().sum() / count).sqrt()),
         row=float(per_row.max().sqrt()),
         max=float(z.abs().max()),
@@ -364,16 +415,16 @@ def _statistics(name: str, z: Tensor, true: Tensor, free: Tensor) -> Stats:
     )
 
 
-def _broken(name: str, stats: Stats) -> list[Failure]:
-    """The z gates that `stats` breaks."""
+def _broken(name: str, scores: Scores) -> list[Failure]:
+    """The z gates that `scores` breaks."""
     values: tuple[tuple[Gate, float, float], ...] = (
-        ("rms", stats.rms, GATES.rms),
-        ("row", stats.row, GATES.row),
-        ("max", stats.max, GATES.max),
-        ("bias", abs(stats.bias) if stats.numel >= GATES.bias_numel else 0.0, GATES.bias),
+        ("rms", scores.rms, GATES.rms),
+        ("row", scores.row, GATES.row),
+        ("max", scores.max, GATES.max),
+        ("bias", abs(scores.bias) if scores.numel >= GATES.bias_numel else 0.0, GATES.bias),
     )
     return [
-        Failure(gate, f"{name}: {gate} of z is {value:.3g}, allowed {limit:g}; worst at {list(stats.worst_index)}")
+        Failure(gate, f"{name}: {gate} of z is {value:.3g}, allowed {limit:g}; worst at {list(scores.worst_index)}")
         for gate, value, limit in values
         if not value <= limit
     ]

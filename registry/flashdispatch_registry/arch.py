@@ -11,7 +11,10 @@ from functools import lru_cache
 
 import torch
 
+from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
+
 _SM = re.compile(r"sm_(\d+)[af]?")
+_NAME = re.compile(r"sm_\d+[af]?|gfx[0-9a-f]+|cpu|cuda|mps|xpu|meta")
 
 
 @lru_cache(maxsize=64)
@@ -42,3 +45,14 @@ def sm_number(arch: str) -> int | None:
     """120 for ``"sm_120"``, 90 for ``"sm_90a"``; None for anything that is no NVIDIA architecture."""
     match = _SM.fullmatch(arch)
     return int(match.group(1)) if match else None
+
+
+def check_arch(arch: str) -> None:
+    """Raises InvalidRequestError for what is no architecture's name, with the nearest that is."""
+    if not isinstance(arch, str):
+        raise InvalidTypeError(f"arch must be a string such as 'sm_90', got {arch!r}")
+    if _NAME.fullmatch(arch):
+        return
+    number = re.search(r"\d{2,3}", arch)
+    hint = f" Did you mean 'sm_{number.group()}'?" if number else ""
+    raise InvalidRequestError(f"arch must be an architecture such as 'sm_90', 'sm_120' or 'cpu', got {arch!r}.{hint}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from flashdispatch_registry.problem import Problem
@@ -107,7 +107,7 @@ class Backend(Protocol):
 class BackendSpec:
     """A backend's entry in the registry: light data, read without importing any kernel language.
 
-    Raises ValueError when a field is not well-formed.
+    Raises ValueError or TypeError when a field is not well-formed.
     """
 
     name: str
@@ -142,7 +142,12 @@ class BackendSpec:
             raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
         for text in self.requires:
             Requirement(text)  # raises InvalidRequirement, a ValueError
-        object.__setattr__(self, "priority", MappingProxyType(dict(self.priority)))
+        if not isinstance(self.support, Support):
+            raise TypeError(f"{self.name}: support must be a Support, got {type(self.support).__name__}")
+        for arch, rank in self.priority.items():
+            if not isinstance(arch, str) or not isinstance(rank, int):
+                raise TypeError(f"{self.name}: priority maps architectures to ints, got {arch!r}: {rank!r}")
+        object.__setattr__(self, "priority", dict(self.priority))  # a copy: nobody else can change it
 
     def priority_on(self, arch: str) -> int:
         """The static rank on `arch`."""
@@ -161,3 +166,6 @@ class KnownIssue:
     url: str
     when: Callable[[Problem], bool] = field(hash=False)
     versions: str = ""
+
+    def __post_init__(self) -> None:
+        SpecifierSet(self.versions)  # raises InvalidSpecifier, a ValueError

@@ -9,6 +9,9 @@ FlashDispatchError
 ├── BackendUnsupportedError (NotImplementedError)   the forced backend can't run this, with all its reasons
 ├── NoBackendError (NotImplementedError)        no backend can run this, with everyone's reasons
 ├── SecondDerivativeError (RuntimeError)        a gradient of attention differentiated again
+├── ForwardModeError (NotImplementedError)      forward-mode derivatives of attention
+├── RecomputeError (RuntimeError)               checkpointing recomputed with another backend
+├── BackendContractError (RuntimeError)         a backend returned what the contract does not allow
 ├── FallbackError (RuntimeError)                FLASHDISPATCH_FALLBACK=error refused a slow path
 ├── PluginError (RuntimeError)                  a plugin broke the rules (strict mode, or run-time registration)
 └── BackendLoadError (RuntimeError)             a backend's code could not be imported
@@ -76,6 +79,18 @@ class NoBackendError(FlashDispatchError, NotImplementedError):
 
 class SecondDerivativeError(FlashDispatchError, RuntimeError):
     """A gradient of attention was differentiated again; attention is differentiable once."""
+
+
+class ForwardModeError(FlashDispatchError, NotImplementedError):
+    """Forward-mode derivatives (torch.autograd.forward_ad, jvp) of attention; it has reverse mode only."""
+
+
+class RecomputeError(FlashDispatchError, RuntimeError):
+    """Activation checkpointing recomputed a forward with another backend than the backward was planned for."""
+
+
+class BackendContractError(FlashDispatchError, RuntimeError):
+    """A backend returned what the contract does not allow: a wrong shape or dtype, a missing LSE or gradient."""
 
 
 class FallbackError(FlashDispatchError, RuntimeError):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ArchState = Literal["portable", "tested", "untested", "impossible", "unknown"]
-Source = Literal["backend argument", "FLASHDISPATCH_BACKEND", "use_backend()", "set_default_backend()"]
+Source = Literal["backend argument", "FLASHDISPATCH_BACKEND", "use_backend()", "set_default_backend()", "torch.compile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class Plan:
             "notes": list(self.notes),
             "versions": versions(),
         }
+
+    def __str__(self) -> str:
+        return self.table()
 
     def table(self, width: int = 120) -> str:
         """The plan as text, `width` columns wide."""

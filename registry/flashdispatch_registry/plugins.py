@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import pluggy
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import InvalidSpecifier
 
 from flashdispatch_registry import hookspecs
 from flashdispatch_registry.backend import API_VERSION, Backend, BackendSpec, KnownIssue
@@ -56,7 +56,7 @@ class PluginPolicy:
         """Whether a third-party plugin may load."""
         if self.allow is None:
             return self.autoload
-        return name in self.allow or distribution in self.allow
+        return name in self.allow or distribution in {normalised(allowed) for allowed in self.allow}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +170,14 @@ class Registry:
             return backend
         self._discover()
         with self._lock:
-            entry = self._entries[name]
+            entry = self._entries.get(name)
+            if entry is None:  # unregistered since the plan was made
+                raise BackendLoadError(f"{name} is not registered any more")
             if entry.spec is None:
                 raise BackendLoadError(f"{name} can't be loaded: " + "; ".join(map(str, entry.faults)))
             try:
                 backend = _import_backend(entry.spec)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a module may call sys.exit() when it is imported
                 self._tracebacks[name] = traceback.format_exc()
                 got = f"{type(error).__name__}: {error}"
                 fault = Reason(Code.LOAD_FAILED, "factory", got, "an importable backend", entry.spec.install)
@@ -222,6 +224,8 @@ class Registry:
             name=point.name, distribution=distribution, version=number, value=point.value, status="loaded"
         )
         if distribution != BUILT_IN and not self._policy.allows(point.name, distribution):
+            fix = "FLASHDISPATCH_PLUGINS says which plugins may load, FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD whether any"
+            self._stand_in(record, Reason(Code.NOT_ALLOWED, "plugin", "not allowed to load", "allowed plugins", fix))
             return replace(record, status="not allowed")
         start = time.perf_counter()
         try:
@@ -248,8 +252,6 @@ class Registry:
             self._check_hooks(plugin, point)
             specs = self._records(plugin, "flashdispatch_backends", BackendSpec)
             issues = self._records(plugin, "flashdispatch_known_issues", KnownIssue)
-            for issue in issues:
-                SpecifierSet(issue.versions)
         except (Exception, SystemExit):
             # By name: an older pluggy keeps half of a plugin that it refused.
             self._manager.unregister(name=owner)
@@ -271,12 +273,15 @@ class Registry:
 
     def _failed(self, record: PluginRecord, error: BaseException, seconds: float) -> PluginRecord:
         text = f"{type(error).__name__}: {error}"
-        if record.name not in self._entries:
-            # Under the plugin's name, so that asking for it says why it is missing.
-            fault = Reason(Code.LOAD_FAILED, "plugin", text, "a plugin that imports", "see `flashdispatch doctor`")
-            self._entries[record.name] = Entry(record.name, None, record.distribution, record.version, (fault,))
+        fix = "see `flashdispatch doctor`"
+        self._stand_in(record, Reason(Code.LOAD_FAILED, "plugin", text, "a plugin that imports", fix))
         trace = "".join(traceback.format_exception(error))
         return replace(record, status="failed", seconds=seconds, problem=text, traceback=trace)
+
+    def _stand_in(self, record: PluginRecord, fault: Reason) -> None:
+        """An entry under the plugin's own name, so that asking for it says why it is missing."""
+        if record.name not in self._entries:
+            self._entries[record.name] = Entry(record.name, None, record.distribution, record.version, (fault,))
 
     def _add(self, spec: BackendSpec, distribution: str, number: str) -> str:
         """Registers one spec; what is wrong with it when its name is taken or its contract another, else nothing."""
@@ -308,16 +313,21 @@ def _built_in_first(point: EntryPoint) -> tuple[bool, str, str]:
 
 
 def _stands_in(entry: Entry) -> bool:
-    """True for the entry of a third party's plugin that failed: it holds the name only until a backend has it."""
-    failed = entry.spec is None and any(fault.code is Code.LOAD_FAILED for fault in entry.faults)
-    return failed and entry.distribution != BUILT_IN
+    """True for the entry of a third party's plugin that did not load: it holds the name only until a backend has it."""
+    absent = entry.spec is None and any(fault.code in (Code.LOAD_FAILED, Code.NOT_ALLOWED) for fault in entry.faults)
+    return absent and entry.distribution != BUILT_IN
 
 
 def _owner(point: EntryPoint) -> tuple[str, str]:
     """Distribution (normalised as PEP 503 says) and version of an entry point."""
     if point.dist is None:
         return "unknown", ""
-    return re.sub(r"[-_.]+", "-", point.dist.name).lower(), point.dist.version
+    return normalised(point.dist.name), point.dist.version
+
+
+def normalised(distribution: str) -> str:
+    """A distribution's name as PEP 503 compares it: ``My_Plugin`` is ``my-plugin``."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _missing(requires: Sequence[str], install: str) -> Iterable[Reason]:

@@ -16,6 +16,7 @@ from flashdispatch_registry.backend import BackendSpec, KnownIssue
 from flashdispatch_registry.errors import (
     BackendUnsupportedError,
     DisabledBackendError,
+    FallbackError,
     NoBackendError,
     UnknownBackendError,
 )
@@ -45,28 +46,32 @@ def select(
     forced: Forced | None = None,
     disabled: frozenset[str] = frozenset(),
     issues: Sequence[KnownIssue] = (),
+    refuse_fallback: bool = False,
     adapters: tuple[Adapter, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """The plan for `problem`; `Plan.chosen` is None when nothing can run (see `require`).
 
+    With `refuse_fallback` (FLASHDISPATCH_FALLBACK=error) automatic choice takes no unfused or quadratic backend for a
+    GPU problem.
+
     Raises UnknownBackendError for a forced name that is not registered, DisabledBackendError when every forced name is
     disabled.
     """
-    if forced is not None:
-        _check_names(forced, entries, disabled, problem)
-    candidates = [_candidate(problem, entry, forced, disabled, issues) for entry in entries]
+    candidates = [_candidate(problem, entry, disabled) for entry in entries]
+    if forced is None:
+        candidates = [_for_auto(problem, candidate, issues, refuse_fallback) for candidate in candidates]
     candidates.sort(key=lambda c: _rank(c, forced))
     chosen = next((c for c in candidates if c.can_run and (forced is None or c.name in forced.names)), None)
     if chosen is not None:
         candidates.remove(chosen)
         candidates.insert(0, chosen)
     fallback = None
-    if chosen is not None and forced is None and problem.device_type == "cuda":
-        fallback = _fallback(chosen)
+    if chosen is not None and forced is None:
+        fallback = _fallback(problem, chosen)
     if chosen is not None and forced is not None:
         notes += tuple(f"known issue with {chosen.name}: {i.reason} ({i.url})" for i in _hits(problem, chosen, issues))
-    return Plan(
+    plan = Plan(
         problem=problem,
         chosen=chosen.name if chosen else None,
         candidates=tuple(candidates),
@@ -75,10 +80,16 @@ def select(
         fallback=fallback,
         notes=notes,
     )
+    if forced is not None:
+        _check_names(forced, disabled, plan)
+    return plan
 
 
 def require(plan: Plan) -> str:
-    """The chosen backend's name. Raises BackendUnsupportedError (forced) or NoBackendError (auto) with all reasons."""
+    """The chosen backend's name.
+
+    Raises BackendUnsupportedError (forced), FallbackError or NoBackendError (automatic), with all reasons.
+    """
     if plan.chosen is not None:
         return plan.chosen
     if plan.forced is not None:
@@ -86,7 +97,12 @@ def require(plan: Plan) -> str:
         head = f"{plan.forced} can't run this problem."
         able = [c.name for c in plan.candidates if c.can_run]
         help_ = f"can run it: {', '.join(able)}" if able else "no other backend can run it either"
+        if plan.forced.source == "torch.compile":
+            help_ += "; the backend was fixed while tracing, with other sizes: compile with dynamic=False, or force one"
         raise BackendUnsupportedError(_message(head, plan.problem, asked_for, help_), plan=plan)
+    if any([reason.code for reason in c.reasons] == [Code.FALLBACK] for c in plan.candidates):
+        head = "Only a slow path can run this problem, and FLASHDISPATCH_FALLBACK=error refuses it."
+        raise FallbackError(_message(head, plan.problem, plan.candidates, ""), plan=plan)
     raise NoBackendError(_message("No backend can run this problem.", plan.problem, plan.candidates, ""), plan=plan)
 
 
@@ -96,66 +112,62 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _check_names(forced: Forced, entries: Sequence[Entry], disabled: frozenset[str], problem: Problem) -> None:
-    names = [entry.name for entry in entries]
+def _check_names(forced: Forced, disabled: frozenset[str], plan: Plan) -> None:
+    names = [candidate.name for candidate in plan.candidates]
+    asked = f"  asked: {plan.problem.describe()}\n"
     for name in forced.names:
         if name not in names:
             raise UnknownBackendError(
                 f"no backend is called {name!r} (asked for by {forced.source}).{nearest(name, names)}\n"
-                f"  registered: {', '.join(sorted(names)) or 'none'}\n"
-                f"  asked: {problem.describe()}\n"
-                "  `flashdispatch doctor` lists the plugins and why one may be missing",
-                problem=problem,
+                f"  registered: {', '.join(sorted(names)) or 'none'}\n{asked}"
+                f"  `flashdispatch doctor` lists the plugins and why one may be missing\n  versions: {versions_line()}",
+                plan=plan,
             )
     if disabled.issuperset(forced.names):
         raise DisabledBackendError(
             f"{','.join(forced.names)} is asked for by {forced.source} and disabled by FLASHDISPATCH_DISABLE="
             f"{','.join(sorted(disabled))}, which beats everything. Drop it from one of the two.\n"
-            f"  asked: {problem.describe()}",
-            problem=problem,
+            f"{asked}  versions: {versions_line()}",
+            plan=plan,
         )
 
 
-def _candidate(
-    problem: Problem, entry: Entry, forced: Forced | None, disabled: frozenset[str], issues: Sequence[KnownIssue]
-) -> Candidate:
+def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Candidate:
     reasons = list(entry.faults)
     if entry.name in disabled:
-        reasons.append(Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", "unset it"))
+        fix = "unset FLASHDISPATCH_DISABLE"
+        reasons.append(Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", fix))
     spec = entry.spec
-    if spec is None:
-        return Candidate(
-            name=entry.name,
-            distribution=entry.distribution,
-            version=entry.version,
-            reasons=tuple(reasons),
-            arch_state="unknown",
-            priority=0,
-            memory=None,
-            fused=None,
-            numerics=None,
-        )
-    reasons += declared_reasons(spec.support, problem)
-    reasons += _own_reasons(spec, problem)
-    candidate = Candidate(
-        name=spec.name,
+    if spec is not None:
+        reasons += declared_reasons(spec.support, problem)
+        reasons += _own_reasons(spec, problem)
+    return Candidate(
+        name=entry.name,
         distribution=entry.distribution,
         version=entry.version,
         reasons=tuple(reasons),
-        arch_state=_arch_state(spec, problem.arch),
-        priority=spec.priority_on(problem.arch),
-        memory=spec.memory,
-        fused=spec.fused,
-        numerics=spec.numerics,
+        arch_state="unknown" if spec is None else _arch_state(spec, problem.arch),
+        priority=0 if spec is None else spec.priority_on(problem.arch),
+        memory=None if spec is None else spec.memory,
+        fused=None if spec is None else spec.fused,
+        numerics=None if spec is None else spec.numerics,
     )
-    if forced is not None:
-        return candidate
-    for issue in _hits(problem, candidate, issues):
-        reasons.append(Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", issue.url))
-    if spec.numerics != "exact":
-        fix = f'ask for it with backend="{spec.name}"'
-        reasons.append(Reason(Code.NOT_AUTO, "numerics", spec.numerics, "exact, when chosen automatically", fix))
-    return replace(candidate, reasons=tuple(reasons))
+
+
+def _for_auto(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue], refuse_fallback: bool) -> Candidate:
+    """What speaks against a backend only when nobody named it."""
+    reasons = [
+        Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", issue.url)
+        for issue in _hits(problem, candidate, issues)
+    ]
+    if candidate.numerics not in (None, "exact"):
+        fix = f'ask for it with backend="{candidate.name}"'
+        reasons.append(Reason(Code.NOT_AUTO, "numerics", str(candidate.numerics), "exact, chosen automatically", fix))
+    slow = _fallback(problem, candidate)
+    if slow is not None and refuse_fallback:
+        fix = f'FLASHDISPATCH_FALLBACK=warn, or ask for it with backend="{candidate.name}"'
+        reasons.append(Reason(Code.FALLBACK, "FLASHDISPATCH_FALLBACK", f"error, and {slow}", "fused backends", fix))
+    return replace(candidate, reasons=(*candidate.reasons, *reasons))
 
 
 def _own_reasons(spec: BackendSpec, problem: Problem) -> list[Reason]:
@@ -164,7 +176,7 @@ def _own_reasons(spec: BackendSpec, problem: Problem) -> list[Reason]:
         return []
     try:
         return list(_checked(spec.why_not(problem)))
-    except Exception as error:  # noqa: BLE001  a third party's code must not break the choice among the others
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a third party's code must not break the others' choice
         got = f"{type(error).__name__}: {error}"
         return [
             Reason(Code.WHY_NOT_RAISED, "why_not", got, "reasons or nothing", f"report it to {spec.name}'s authors")
@@ -207,11 +219,14 @@ def _rank(candidate: Candidate, forced: Forced | None) -> tuple[int, bool, int, 
     return turn, not candidate.can_run, -candidate.priority, candidate.name
 
 
-def _fallback(chosen: Candidate) -> str | None:
-    if chosen.memory == "quadratic":
-        return f"{chosen.name} needs O(S^2) memory"
-    if not chosen.fused:
-        return f"{chosen.name} is not a fused kernel: many times slower than one"
+def _fallback(problem: Problem, candidate: Candidate) -> str | None:
+    """What taking this backend for a GPU problem would mean, if it is a slow path; on a CPU none is."""
+    if problem.device_type != "cuda":
+        return None
+    if candidate.memory == "quadratic":
+        return f"{candidate.name} needs O(S^2) memory"
+    if candidate.fused is False:
+        return f"{candidate.name} is not a fused kernel: many times slower than one"
     return None
 
 
@@ -223,10 +238,12 @@ def _message(head: str, problem: Problem, candidates: Sequence[Candidate], help_
         lines += [f"    {reason}" for reason in candidate.reasons]
     if not candidates:
         lines.append("  no backend is registered; a plain clone needs `pip install -e .` (see `flashdispatch doctor`)")
-    fewest = min((c for c in candidates if c.reasons), key=lambda c: len(c.reasons), default=None)
-    fixes = [reason.fix for reason in fewest.reasons if reason.fix] if fewest else []
-    if fixes and fewest is not None:
-        lines.append(f"  what would help: for {fewest.name}, {'; '.join(dict.fromkeys(fixes))}")
+    # Only where fixes for all of a backend's reasons are known: half of a way out is none.
+    fixable = [c for c in candidates if c.reasons and all(reason.fix for reason in c.reasons)]
+    nearest_ = min(fixable, key=lambda c: len(c.reasons), default=None)
+    if nearest_ is not None:
+        fixes = dict.fromkeys(reason.fix for reason in nearest_.reasons)
+        lines.append(f"  what would help: for {nearest_.name}, {'; '.join(fixes)}")
     if help_:
         lines.append(f"  {help_}")
     lines.append(f"  versions: {versions_line()}")

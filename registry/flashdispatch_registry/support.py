@@ -76,7 +76,7 @@ class Support:
     """The backward is bitwise repeatable when asked. (The forward must always be.)"""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "impossible", MappingProxyType(dict(self.impossible)))
+        object.__setattr__(self, "impossible", dict(self.impossible))  # a copy: nobody else can change it
         if not self.dtypes:
             raise ValueError("Support.dtypes is empty: the backend could never run")
         for name in ("attn_mask_grad", "sinks_grad", "lse_grad", "deterministic"):

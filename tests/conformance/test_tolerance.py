@@ -29,6 +29,11 @@ def truncate(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(over, toward_zero.to(dtype).float(), rounded).to(dtype)
 
 
+def tf32(x: Tensor) -> Tensor:
+    """float32 with the 10 bits of mantissa that a TF32 product reads, rounded to nearest."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
 def emulate(
     problem: Problem,
     q: Tensor,
@@ -62,10 +67,12 @@ def emulate(
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
 
+    operand = tf32 if problem.fp32_precision == "tf32" else rounded
+
     for b, h in itertools.product(range(batch), range(heads_q)):
         n, m = length(extras.q_lens, b, seqlen_q), length(extras.kv_lens, b, seqlen_k)
         kv = h % heads_kv if fault == "wrong_gqa_map" else h // problem.group
-        Q, K, V = q[b, :n, h].float(), k[b, :m, kv].float(), v[b, :m, kv].float()
+        Q, K, V = (operand(x) for x in (q[b, :n, h], k[b, :m, kv], v[b, :m, kv]))
         band = problem.band
         if fault == "causal_off_by_one":
             band = replace(band, right=1)
@@ -122,7 +129,7 @@ def emulate(
             if fault == "no_rescale_of_last_tile" and j is tiles[-1]:
                 rescale = torch.ones_like(rescale)
             total = total * rescale + weights.sum(1)
-            acc = acc * rescale[:, None] + rounded(weights * Z[:, j]) @ V[j]
+            acc = acc * rescale[:, None] + operand(weights * Z[:, j]) @ V[j]
             top = new
         some = total > 0
         O = torch.where(some[:, None], acc / total[:, None], 0.0)  # noqa: E741
@@ -145,6 +152,7 @@ def emulate(
         delta = (dO * O.float()).sum(1) - (torch.zeros(n) if fault == "lse_gradient_ignored" else dL)
         if fault == "delta_of_next_row":
             delta = delta.roll(1)
+        dO = operand(dO)
         dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
         for j in tiles:
             s, slope = scores(j)
@@ -157,11 +165,11 @@ def emulate(
                 full = torch.zeros(n, m)
                 full[:, j] = dS
                 reduce_to(dmask, full, b, h)
-            dR = rounded(dS * (1.0 if fault == "no_tanh_slope" else slope))
+            dR = operand(dS * (1.0 if fault == "no_tanh_slope" else slope))
             if not (fault == "dq_misses_a_tile" and j is tiles[0]):
                 dQ += dR @ K[j] * scale
             dK[j] += dR.T @ Q * scale
-            dV[j] += rounded(weights * Z[:, j]).T @ dO
+            dV[j] += operand(weights * Z[:, j]).T @ dO
         dq[b, :n, h] = dQ
         if fault != "dk_of_first_head" or h % problem.group == 0:
             dk[b, :m, kv] += rounded(dK)

@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdispatch
-from flashdispatch import attention
+from flashdispatch import _plans, attention
+from flashdispatch_registry import Forward
 
 
 def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -109,6 +110,95 @@ def test_a_second_derivative_is_refused_in_words_and_never_dropped(qkv: Any, thr
         penalty.backward()
 
 
+def test_no_way_of_asking_for_a_second_derivative_gets_a_wrong_one(qkv: Any) -> None:
+    q, k, v = qkv(requires_grad=True)
+    weight = torch.randn(16, 16, requires_grad=True)
+    hidden = q.detach() @ weight
+    out = attention(hidden, k, v)
+    (dhidden,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    asked = [
+        lambda: torch.autograd.grad(out.sum() + dhidden.square().sum(), weight),
+        lambda: (out.sum() + dhidden.square().sum()).backward(inputs=[weight]),
+        lambda: torch.autograd.functional.hessian(lambda q: attention(q, k, v).square().sum(), q),
+        lambda: torch.autograd.functional.jvp(lambda q: attention(q, k, v), q, torch.randn_like(q)),
+    ]
+    for ask in asked:
+        with pytest.raises(flashdispatch.SecondDerivativeError):
+            ask()
+
+
+def test_a_graph_kept_for_more_first_derivatives_still_gives_them(qkv: Any) -> None:
+    q, k, v = qkv(requires_grad=True)
+    out = attention(q, k, v)
+    first = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out.sum(), q)[0])
+
+
+def test_a_forward_mode_tangent_is_refused_and_never_dropped(qkv: Any) -> None:
+    from torch.autograd import forward_ad
+
+    q, k, v = qkv()
+    attention(q, k, v)
+    with forward_ad.dual_level():
+        assert torch.equal(attention(q, k, v), attention(q, k, v))
+        dual = forward_ad.make_dual(q, torch.randn_like(q))
+        with pytest.raises(flashdispatch.ForwardModeError, match="q carries a forward-mode tangent"):
+            attention(dual, k, v)
+
+
+def test_checkpointing_that_recomputes_with_another_backend_is_noticed(qkv: Any, add_backend: Any) -> None:
+    add_backend("one", priority={"*": -1})
+    inputs = qkv(requires_grad=True)
+    with flashdispatch.use_backend("one"):
+        out = checkpoint(lambda *given: attention(*given), *inputs, use_reentrant=False)
+        torch.autograd.grad(out.sum(), inputs[0], retain_graph=True)
+    with pytest.raises(flashdispatch.RecomputeError, match="inside the same use_backend block"):
+        out.sum().backward()
+    out = checkpoint(lambda *given: attention(*given, backend="one"), *inputs, use_reentrant=False)
+    out.sum().backward()
+
+
+class Wrong:
+    """The reference with one result changed."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def forward(self, problem: Any, q: Any, k: Any, v: Any, extras: Any) -> Any:
+        out, lse, saved = _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
+        changed = {
+            "no lse": (out, None),
+            "lse of another shape": (out, lse.transpose(1, 2)),
+            "half lse": (out, lse.half()),
+            "out of another shape": (out[:, :-1], lse),
+            "double out": (out.double(), lse),
+        }.get(self.what, (out, lse))
+        return Forward(*changed, saved)
+
+    def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
+        right = _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+        changed = {"no dk": None, "dk of another shape": right.k[:, :-1], "double dk": right.k.double()}
+        return right._replace(k=changed.get(self.what, right.k))
+
+    def prepare(self, problem: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["no lse", "lse of another shape", "half lse", "out of another shape", "double out", "no dk", "dk of another shape",
+     "double dk"],
+)  # fmt: skip
+def test_a_result_that_breaks_the_contract_is_an_error_that_names_the_backend(
+    qkv: Any, add_backend: Any, what: str
+) -> None:
+    add_backend("wrong", backend=Wrong(what))
+    inputs = qkv(requires_grad=True, seqlen_q=8)
+    name = "dk" if "dk" in what else "lse" if "lse" in what else "out"
+    with pytest.raises(flashdispatch.BackendContractError, match=f"backend wrong returned {name} ") as caught:
+        attention(*inputs, return_lse=True, backend="wrong")[0].sum().backward()
+    assert "FLASHDISPATCH_DISABLE=wrong keeps it from being used" in str(caught.value)
+
+
 def test_changing_a_saved_input_in_place_is_noticed(qkv: Any) -> None:
     q, k, v = qkv(requires_grad=True)
     hidden = q * 1
@@ -184,15 +274,11 @@ def test_parameters_are_plain_tensors(qkv: Any) -> None:
 def test_a_backend_with_other_output_strides_is_put_right(qkv: Any, add_backend: Any) -> None:
     class Transposing:
         def forward(self, problem: Any, q: Any, k: Any, v: Any, extras: Any) -> Any:
-            from flashdispatch import _plans
-
             out, lse, saved = _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
             other = out.transpose(1, 2).contiguous().transpose(1, 2)
             return other, lse, tuple(other if tensor is out else tensor for tensor in saved)
 
         def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
-            from flashdispatch import _plans
-
             return _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
 
         def prepare(self, problem: Any) -> None: ...

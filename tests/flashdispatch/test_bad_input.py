@@ -69,6 +69,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative length": ({"kv_lens": lens(-1, 2)}, ValueError, r"kv_lens must be within 0..8, got values from -1"),
     "length past the end": ({"q_lens": lens(1, 9)}, ValueError, r"q_lens must be within 0..8, got values from 1 to 9"),
     "scale nan": ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    "scale past float32": ({"scale": 1e39}, ValueError, "finite in float32"),
+    "scale past any float": ({"scale": 10**400}, ValueError, "finite in float32"),
+    "softcap past float32": ({"softcap": 1e39}, ValueError, "finite in float32"),
+    "window past 32 bits": ({"window": (2**70, 0)}, ValueError, "fit 32 bits"),
+    "sparse mask": ({"attn_mask": torch.ones(8, 8).to_sparse()}, ValueError, "attn_mask must be a dense"),
+    "nested q": ({"q": torch.nested.nested_tensor([T(8, 4, 16)] * 2, layout=torch.jagged)}, ValueError, "dense"),
     "scale tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a number"),
     "softcap 0": ({"softcap": 0.0}, ValueError, "no softcap is None"),
     "softcap negative": ({"softcap": -1.0}, ValueError, "softcap must be > 0"),
@@ -146,6 +152,22 @@ def test_explain_and_prepare_check_like_attention() -> None:
             check(q)
         with pytest.raises(UnknownBackendError, match="Did you mean 'torch_reference'"):
             check(q, k, v, backend="torch_referense")
+
+
+def test_an_equal_call_in_the_cache_lets_no_wrong_type_through() -> None:
+    good = {"causal": True, "scale": 1.0, "return_lse": False, "deterministic": False}
+    call(**good)
+    for name, value in {"causal": 1, "scale": True, "return_lse": 0, "deterministic": 0}.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            call(**(good | {name: value}))
+
+
+def test_the_shim_and_the_merge_name_what_is_no_tensor() -> None:
+    q = T(2, 4, 8, 16)
+    with pytest.raises(TypeError, match=r"value must be a torch\.Tensor, got NoneType"):
+        flashdispatch.sdpa(q, q, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"out1 must be a torch\.Tensor"):
+        flashdispatch.merge_attention(None, q, q, q)  # type: ignore[arg-type]
 
 
 def test_a_list_window_is_taken_as_a_tuple() -> None:

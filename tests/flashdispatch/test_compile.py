@@ -13,6 +13,7 @@ from torch.library import opcheck
 import flashdispatch
 from flashdispatch import _compile, attention, use_backend
 from flashdispatch._compile import Attributes
+from flashdispatch_registry import Code, Reason
 
 ATTRIBUTES = Attributes(
     left=None, right=0, align="bottom_right", scale=0.25, softcap=None, dropout_p=0.0, needs_grad="", return_lse=True,
@@ -139,7 +140,7 @@ def test_a_thread_of_its_own_can_compile(qkv: Any) -> None:
 
 
 def test_the_environment_counts_as_of_trace_time(qkv: Any, add_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = add_backend("spy")
+    spy = add_backend("spy", priority={"*": -1})
     compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, backend="aot_eager")
     monkeypatch.setenv("FLASHDISPATCH_BACKEND", "spy")
     compiled(*qkv())
@@ -147,6 +148,48 @@ def test_the_environment_counts_as_of_trace_time(qkv: Any, add_backend: Any, mon
     compiled(*qkv())
     assert len(spy.problems) == 2
     assert "trace time" in _compile.TRACED_NOTE
+
+
+def test_a_changed_default_backend_compiles_anew(qkv: Any, add_backend: Any) -> None:
+    spy = add_backend("spy", priority={"*": -1})
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, backend="aot_eager")
+    compiled(*qkv())
+    flashdispatch.set_default_backend("spy")
+    compiled(*qkv())
+    assert len(spy.problems) == 1
+
+
+def test_lengths_on_the_cpu_are_checked_in_compiled_code_too(qkv: Any) -> None:
+    compiled = torch.compile(
+        lambda q, k, v, lens: attention(q, k, v, kv_lens=lens), fullgraph=True, backend="aot_eager"
+    )
+    compiled(*qkv(), torch.tensor([3, 9], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"kv_lens must be within 0\.\.9, got values from 3 to 99"):
+        compiled(*qkv(), torch.tensor([3, 99], dtype=torch.int32))
+
+
+def test_sizes_that_the_traced_backend_cannot_run_say_where_it_was_chosen(qkv: Any, add_backend: Any) -> None:
+    def small(problem: flashdispatch.Problem) -> Any:
+        if problem.seqlen_q > 16:
+            yield Reason(Code.BACKEND_LIMIT, "seqlen_q", str(problem.seqlen_q), "up to 16")
+
+    add_backend("small", priority={"*": 50}, why_not=small)
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*qkv(seqlen_q=9))
+    with pytest.raises(flashdispatch.BackendUnsupportedError, match="fixed while tracing, with other sizes") as caught:
+        compiled(*qkv(seqlen_q=40))
+    assert "small by torch.compile" in str(caught.value)
+
+
+def test_training_a_graph_exported_without_gradients_says_so(qkv: Any) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v)
+
+    program = torch.export.export(Model(), qkv())
+    out = program.module()(*qkv(requires_grad=True))
+    with pytest.raises(flashdispatch.InvalidRequestError, match="traced without gradients"):
+        out.sum().backward()
 
 
 def test_a_forced_backend_that_cannot_run_raises_while_compiling(qkv: Any, add_backend: Any) -> None:
@@ -217,7 +260,7 @@ def test_the_ops_pass_torchs_own_checks(qkv: Any) -> None:
     opcheck(torch.ops.flashdispatch.forward.default, (q, k, v, *nothing, *ATTRIBUTES._replace(needs_grad="q,k,v")))
     opcheck(
         torch.ops.flashdispatch.forward.default,
-        (*(t.detach() for t in (q, k, v)), *nothing, *ATTRIBUTES._replace(return_lse=False)),
+        (*(t.detach().bfloat16() for t in (q, k, v)), *nothing, *ATTRIBUTES._replace(return_lse=False)),
     )
 
 

@@ -15,6 +15,7 @@ from flashdispatch import (
     BackendUnsupportedError,
     DisabledBackendError,
     UnknownBackendError,
+    _forcing,
     attention,
     explain,
     use_backend,
@@ -228,6 +229,59 @@ def test_async_tasks_do_not_see_each_other(qkv: Any, spies: Any) -> None:
         return await asyncio.gather(work("one"), work("two"))
 
     assert asyncio.run(both()) == [["one"] * 5, ["two"] * 5]
+
+
+def test_overlapping_async_blocks_leave_nothing_behind(spies: Any) -> None:
+    async def overlap() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+
+        async def one() -> None:
+            with use_backend("one"):
+                first.set()
+                await second.wait()
+
+        async def two() -> None:
+            await first.wait()
+            with use_backend("two"):
+                second.set()
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(one(), two())
+
+    asyncio.run(overlap())
+    assert _forcing.context() is None
+    assert _forcing.mirror.names is None
+
+
+def test_an_async_generator_closed_elsewhere_raises_nothing(spies: Any) -> None:
+    async def inside() -> Any:
+        with use_backend("one"):
+            yield 1
+            yield 2
+
+    async def start_and_drop() -> None:
+        generator = inside()
+        await asyncio.create_task(generator.__anext__())
+        await generator.aclose()
+
+    asyncio.run(start_and_drop())
+    assert _forcing.context() is None
+
+
+def test_auto_that_overrules_somebody_says_so_in_the_plan(
+    qkv: Any, spies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_BACKEND", "one")
+    assert explain(*qkv(), backend="auto").notes == ("'auto' by backend argument, over one by FLASHDISPATCH_BACKEND",)
+
+
+@pytest.mark.parametrize("value", [" ", ",", "auto,one"])
+def test_an_environment_variable_that_names_nobody_is_named_itself(
+    qkv: Any, spies: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_BACKEND", value)
+    with pytest.raises(flashdispatch.SettingsError, match=f"FLASHDISPATCH_BACKEND={value!r}"):
+        attention(*qkv())
 
 
 def _in_child(queue: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from typing import Any
 
@@ -198,24 +199,28 @@ def test_an_unfused_backend_on_a_gpu_is_an_event(qkv: Any) -> None:
 
 def test_fallback_warns_once_per_class(qkv: Any) -> None:
     with pytest.warns(FallbackWarning, match="FLASHDISPATCH_FALLBACK=allow accepts it"):
-        _plans._fallback_event(cuda_plan(qkv), "warn")
+        _plans._fallback_event(cuda_plan(qkv))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _plans._fallback_event(explain(*qkv(seqlen_q=33), arch="sm_90"), "warn")
+        _plans._fallback_event(explain(*qkv(seqlen_q=33), arch="sm_90"))
     with pytest.warns(FallbackWarning):
-        _plans._fallback_event(explain(*qkv(), arch="sm_90", causal=True), "warn")
+        _plans._fallback_event(explain(*qkv(), arch="sm_90", causal=True))
 
 
-def test_fallback_error_refuses_and_allow_is_silent(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_error_refuses_and_explain_says_so(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, _ = _plans.ask(None)
     monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "error")
-    with pytest.raises(FallbackError, match="explain") as caught:
-        _plans.commit(cuda_plan(qkv).problem, asked, None)
-    assert caught.value.plan is not None
+    plan = cuda_plan(qkv)
+    assert plan.chosen is None
+    assert [reason.code for reason in plan.candidate("torch_reference").reasons] == ["FALLBACK"]
+    with pytest.raises(FallbackError, match="FLASHDISPATCH_FALLBACK=error refuses it") as caught:
+        _plans.commit(plan.problem, asked, None)
+    assert caught.value.plan == plan
+    assert explain(*qkv(), arch="sm_90", backend="torch_reference").chosen == "torch_reference"
     monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "allow")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _plans.commit(cuda_plan(qkv).problem, asked, None)
+        assert _plans.commit(plan.problem, asked, None)[0].chosen == "torch_reference"
 
 
 def test_a_forced_slow_backend_is_no_event(qkv: Any) -> None:
@@ -256,3 +261,83 @@ def test_backends_lists_what_is_ready_here(add_backend: Any) -> None:
         assert [reason.code for reason in status["gpu_only"].reasons] == ["DEVICE"]
     (missing,) = status["needs_more"].reasons
     assert (missing.code, missing.fix) == ("DEP_MISSING", "pip install more")
+
+
+def test_a_backend_registered_while_a_plan_is_made_is_seen_by_the_next_call(qkv: Any, add_backend: Any) -> None:
+    added = []
+
+    def slow(problem: Problem) -> Any:
+        if not added:
+            added.append(add_backend("better", priority={"*": 100}))
+        return ()
+
+    add_backend("slow", priority={"*": 50}, why_not=slow)
+    inputs = qkv()
+    attention(*inputs)
+    attention(*inputs)
+    assert len(added[0].problems) == 1
+
+
+def test_unregistering_after_the_plan_was_made_makes_another(qkv: Any, add_backend: Any) -> None:
+    add_backend("gone", priority={"*": 50})
+    inputs = qkv()
+    registry = _plans.registry()
+    plan = explain(*inputs)
+    assert plan.chosen == "gone"
+    flashdispatch.unregister("gone")
+    with pytest.raises(flashdispatch.BackendLoadError, match="not registered any more"):
+        registry.load("gone")
+    attention(*inputs)
+
+
+def test_a_plan_prints_as_its_table(qkv: Any) -> None:
+    plan = explain(*qkv())
+    assert str(plan) == plan.table()
+
+
+@pytest.mark.parametrize(("arch", "hint"), [("h100", "sm_100"), ("sm90", "sm_90"), ("banana", "")])
+def test_a_name_that_is_no_architecture_is_refused(qkv: Any, arch: str, hint: str) -> None:
+    with pytest.raises(
+        flashdispatch.InvalidRequestError, match=f"got '{arch}'.{f' Did you mean .{hint}' * bool(hint)}"
+    ):
+        explain(*qkv(), arch=arch)
+    with pytest.raises(flashdispatch.InvalidTypeError, match="arch must be a string"):
+        explain(*qkv(), arch=90)  # type: ignore[arg-type]
+
+
+def test_arguments_that_do_not_exist_are_named(qkv: Any) -> None:
+    with pytest.raises(
+        flashdispatch.InvalidTypeError, match="attention\\(\\) has no argument is_causal; it has causal"
+    ):
+        explain(*qkv(), is_causal=True)
+    with pytest.raises(flashdispatch.InvalidTypeError, match="for q's own device"):
+        flashdispatch.prepare(*qkv(), arch="sm_90")
+
+
+def test_wrong_things_given_to_the_registry_are_refused_in_words() -> None:
+    with pytest.raises(flashdispatch.InvalidTypeError, match="takes a BackendSpec, got NoneType"):
+        flashdispatch.register(None)  # type: ignore[arg-type]
+    for name in ("auto", 5):
+        with pytest.raises(flashdispatch.UnknownBackendError, match=f"no backend is called {name!r}"):
+            flashdispatch.unregister(name)  # type: ignore[arg-type]
+
+
+def test_a_factory_or_why_not_that_exits_harms_nobody(
+    qkv: Any, add_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(problem: Problem) -> Any:
+        raise SystemExit(3)
+
+    add_backend("leaving", priority={"*": 50}, why_not=leave)
+    assert explain(*qkv()).candidate("leaving").reasons[0].code == "WHY_NOT_RAISED"
+    add_backend("exiting", priority={"*": 40}, factory="antigravity_exits:backend")
+    monkeypatch.setattr(
+        "importlib.import_module",
+        lambda name: (_ for _ in ()).throw(SystemExit(4)) if "exits" in name else __import__(name),
+    )
+    attention(*qkv(), backend="auto")
+    assert explain(*qkv()).candidate("exiting").reasons[0].code == "LOAD_FAILED"
+
+
+def test_what_backends_says_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(flashdispatch.backends())) == flashdispatch.backends()

@@ -11,12 +11,12 @@ import flashdispatch
 def test_the_public_names_are_pinned() -> None:
     assert sorted(flashdispatch.__all__) == flashdispatch.__all__
     assert set(flashdispatch.__all__) == {
-        "BackendLoadError", "BackendStatus", "BackendUnsupportedError", "DisabledBackendError", "FallbackError",
-        "FallbackWarning", "FlashDispatchError", "FlashDispatchWarning", "InvalidRequestError", "InvalidTypeError",
-        "NoBackendError", "Plan", "PluginError", "Problem", "SecondDerivativeError", "SettingsError", "SettingsWarning",
-        "UnknownBackendError",
-        "__version__", "attention", "backends", "explain", "merge_attention", "prepare", "register", "reload_settings",
-        "sdpa", "set_default_backend", "unregister", "use_backend",
+        "BackendContractError", "BackendLoadError", "BackendStatus", "BackendUnsupportedError",
+        "DisabledBackendError", "FallbackError", "FallbackWarning", "FlashDispatchError", "FlashDispatchWarning",
+        "ForwardModeError", "InvalidRequestError", "InvalidTypeError", "NoBackendError", "Plan", "PluginError",
+        "Problem", "RecomputeError", "SecondDerivativeError", "SettingsError", "SettingsWarning",
+        "UnknownBackendError", "__version__", "attention", "backends", "explain", "merge_attention", "prepare",
+        "register", "reload_settings", "sdpa", "set_default_backend", "unregister", "use_backend",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -218,9 +219,11 @@ def test_head_dims_are_a_range_with_steps(dims: HeadDims, inside, outside, text:
     assert str(dims) == text
 
 
-def test_the_declaration_is_frozen_all_the_way_down() -> None:
-    declared = support(impossible={"sm_75": "no bfloat16"})
-    with pytest.raises(TypeError):
-        declared.impossible["sm_90"] = "no"  # type: ignore[index]
+def test_the_declaration_is_a_frozen_copy_that_pickles() -> None:
+    impossible = {"sm_75": "no bfloat16"}
+    declared = support(impossible=impossible)
+    impossible["sm_90"] = "no"
+    assert declared.impossible == {"sm_75": "no bfloat16"}
+    assert pickle.loads(pickle.dumps(declared)) == declared
     with pytest.raises(dataclasses.FrozenInstanceError):
         declared.gqa = True  # type: ignore[misc]

@@ -348,7 +348,11 @@ for settings in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ.update(settings)
         try:
-            answer = {status.name: status.distribution for status in flashdispatch.backends()}
+            answer = {
+                status.name: status.distribution
+                for status in flashdispatch.backends()
+                if "NOT_ALLOWED" not in [reason.code for reason in status.reasons]
+            }
         except flashdispatch.PluginError as error:
             answer = str(error)
         os.write(writer, json.dumps(answer).encode())
