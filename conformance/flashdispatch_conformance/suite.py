@@ -8,7 +8,7 @@ backend without a backward is so still held to its forward.
 Checked: shapes, dtypes and the contract's strides; every output and gradient against the float64 truth (`tolerance`);
 the forward bitwise repeatable, gradients too where the call asks for it; the output bitwise the same with and without
 the LSE; inputs and the poison around them untouched, and unread (NaN would come out); and that the core understood the
-call as the case means it.
+call as the case means it. float32 values are judged no finer than float16 rounding (`tolerance` says why).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from flashdispatch_conformance.inputs import Inputs, bshd, build
 from flashdispatch_conformance.oracle import inside_band, length
 from flashdispatch_conformance.tolerance import FLOAT32_JUDGED, Expected, Stats, expect, judge
 from flashdispatch_registry.arch import arch_of
+from flashdispatch_registry.errors import BackendContractError
 from flashdispatch_registry.layout import dense_strides
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
 from flashdispatch_registry.reasons import Code, Reason
@@ -62,16 +63,17 @@ class Result:
     stats: Mapping[str, Stats] = field(default_factory=dict)
     """By tensor: out, lse, dq, dk, dv, dattn_mask, dsinks; with the call's name where two calls differ bitwise."""
     judged: bool = True
-    """False when z-scores were recorded without a verdict; `unjudged` says why."""
+    """False in float32: z-scores of its own rounding are recorded, and only those of a coarser one judged."""
     unjudged: str = ""
+    """Then what is judged, and what is not."""
 
     def report(self) -> str:
         """The result as text: outcome, messages and the numbers of every tensor."""
         lines = [f"{self.case} on {self.backend} in {self.dtype}: {self.outcome}", *self.messages]
         lines += [f"{part} refused: {', '.join(codes)}" for part, codes in self.refused.items()]
         for name, z in self.stats.items():
-            worst = f"max {z.max:.3g} at {list(z.worst_index)}"
-            lines.append(f"  {name:10} rms {z.rms:.3g}, row {z.row:.3g}, bias {z.bias:+.3f}, {worst}")
+            lines.append(f"  {name:10} {z}")
+            lines += [] if z.coarse is None else [f"    float32_coarse {z.coarse}"]
         return "\n".join([*lines, self.unjudged] if self.unjudged else lines)
 
 
@@ -92,6 +94,8 @@ def run_case(
     except flashdispatch.BackendUnsupportedError as error:  # refused after explain said yes: its code failed to load
         reasons = () if error.plan is None else error.plan.candidate(backend).reasons
         return run.result("not_run" if _cannot_run_here(reasons) else "fail", [str(error)])
+    except BackendContractError as error:
+        return run.result("fail", [*run.messages, str(error)])
     except _NotRunError as error:
         return run.result("not_run", [str(error)])
     except torch.OutOfMemoryError as error:
@@ -125,7 +129,8 @@ class _Run:
         self._seen: dict[str, Tensor] = {}
 
     def result(self, outcome: Outcome, messages: Iterable[str]) -> Result:
-        unjudged = FLOAT32_JUDGED if self.dtype == torch.float32 and self.stats else ""
+        float32 = self.dtype == torch.float32 and self.stats
+        unjudged = FLOAT32_JUDGED[self.inputs.problem.fp32_precision] if float32 else ""
         return Result(
             case=self.case.id,
             backend=self.backend,
@@ -275,7 +280,7 @@ class _Run:
         q = self.inputs.q
         if name == "out":
             shape, dtype = (*q.shape[:3], self.case.dims[1]), self.dtype
-            strides = dense_strides(shape, q.stride())
+            strides = dense_strides(shape, q.stride())  # q is as the caller gave it, so its layout is not asked
         elif name == "lse":
             shape = (self.case.batch, self.case.heads[0], self.case.seqlens[0])
             dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -338,7 +343,7 @@ class AttentionConformance:
 
     def run(self, case: Case, dtype: torch.dtype) -> Result:
         """Runs one case on the class's backend and device."""
-        return run_case(case, self.backend, dtype, self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return run_case(case, self.backend, dtype, self._device())
 
     def test_case(self, case: Case, dtype: torch.dtype) -> None:
         """One case in one dtype."""
@@ -351,6 +356,26 @@ class AttentionConformance:
 
     def test_the_minimum_is_supported(self) -> None:
         """Causal forward and LSE at D = 64 and 128 in a 16-bit dtype: a backend that declares nothing can't conform."""
+        dtypes = [dtype for dtype in self.dtypes if dtype.itemsize == 2]
+        assert dtypes, "the minimum is tested in float16 or bfloat16: name one of them in `dtypes`"
         for case in (replace(BY_ID[name], grads=()) for name in MINIMUM):
-            results = [self.run(case, dtype) for dtype in self.dtypes if dtype.itemsize == 2]
-            assert any(r.outcome == "pass" and not r.refused for r in results), [r.report() for r in results]
+            results = [self.run(case, dtype) for dtype in dtypes]
+            assert any(r.outcome == "pass" and not r.refused for r in results), self._below_the_minimum(results)
+
+    def _device(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _below_the_minimum(self, results: Sequence[Result]) -> str:
+        """Why no result is a full pass, and what to do when it is only that the wrong device was asked."""
+        text = "\n".join(result.report() for result in results)
+        refusals = [codes for result in results for codes in result.refused.values()]
+        if any(result.outcome != "unsupported" for result in results) or not all(Code.DEVICE in c for c in refusals):
+            return text
+        spec = next(status.spec for status in flashdispatch.backends() if status.name == self.backend)
+        declared, tested = sorted(spec.support.devices) if spec else [], self._device()
+        return (
+            f"nothing was tested: {self.backend} declares devices {declared} and the suite ran on {tested!r}, where every "
+            f"call is refused. Run it on a machine with such a device (`device = ...` in the class names one other than "
+            f"cuda and cpu), or, if it runs on {tested} too, declare Support(devices=frozenset({{{tested!r}, ...}})); the "
+            f"default is {{'cuda'}} alone.\n{text}"
+        )

@@ -10,12 +10,12 @@ For people by default; ``--json`` on each command prints one JSON document, and 
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from flashdispatch import __version__
 from flashdispatch.cli import demo, doctor, explain, matrix
 from flashdispatch_registry.errors import FlashDispatchError
 
@@ -29,6 +29,10 @@ class _Commands(TyperGroup):
         except FlashDispatchError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
+        except typer.BadParameter as error:
+            # How a value is checked is nobody's business: newer typers let pydantic's words through.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
 
 app = typer.Typer(
@@ -44,7 +48,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"flashdispatch {version('flashdispatch')}")
+        typer.echo(f"flashdispatch {__version__}")
         raise typer.Exit
 
 

@@ -26,9 +26,12 @@ TEXT = Path(flashdispatch.__file__).resolve().parent.parent / "examples" / "tide
 
 def run(
     text: Annotated[
-        Path | None, typer.Option(help="A text to work on.", show_default="examples/tidepool.txt of the clone")
+        Path | None,
+        typer.Option(
+            help="The text that the language model learns.", show_default="examples/tidepool.txt of the clone"
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long it may train.")] = 8.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long the language model learns.")] = 8.0,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="cuda where there is one")
     ] = None,
@@ -58,4 +61,9 @@ def _device(text: str | None) -> torch.device:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here", param_hint="--device")
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # what torch raises depends on the device
+        reason = str(error).partition("\n")[0]
+        raise typer.BadParameter(f"torch can't use {text} here ({reason})", param_hint="--device") from error
     return device

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from flashdispatch import _settings
+from flashdispatch import BackendStatus, _settings
 from flashdispatch.cli.findings import Findings, examine
 from flashdispatch.cli.machine import Machine
+from flashdispatch.cli.output import show
 from flashdispatch_registry.plugins import SLOW_IMPORT_SECONDS, PluginRecord, Status
 from flashdispatch_registry.reasons import Code
 from flashdispatch_registry.render import STYLES, Fact, Tone, facts_view, human_bytes, reasons_view
@@ -27,7 +30,7 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch doctor[/]
 
-[cyan]flashdispatch doctor[/] --no-traceback
+[cyan]flashdispatch doctor[/] --no-traceback --settings
 
 [cyan]flashdispatch doctor[/] --json | jq '.backends[] | select(.ready) | .name'"""
 
@@ -36,6 +39,9 @@ def run(
     traceback: Annotated[
         bool, typer.Option("--traceback/--no-traceback", help="Show where broken plugins and backends broke.")
     ] = True,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Show the environment variables that are not set, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
     """Examine this machine: which backends are ready, what is broken, and what to type about it.
@@ -47,16 +53,16 @@ def run(
     if as_json:
         typer.echo(json.dumps(findings.to_json(), indent=2))
     else:
-        Console().print(view(findings, traceback=traceback))
+        show(view(findings, traceback=traceback, settings=settings))
     if findings.broken:
         raise typer.Exit(1)
 
 
-def view(findings: Findings, *, traceback: bool = True) -> RenderableType:
+def view(findings: Findings, *, traceback: bool = True, settings: bool = False) -> RenderableType:
     """The findings as a rich renderable, what matters most at the end, where a terminal leaves the eye."""
     parts: list[RenderableType] = [
         *_section("Machine", facts_view(list(_machine(findings.machine)))),
-        *_section("Plugins", _plugins(findings.plugins)),
+        *_section("Plugins", _plugins(findings)),
     ]
     if traceback:
         for plugin in findings.plugins:
@@ -67,7 +73,7 @@ def view(findings: Findings, *, traceback: bool = True) -> RenderableType:
             parts += _traceback(f"backend {name}", trace)
     if findings.issues:
         parts += _section("Known issues, passed over automatically", facts_view(list(_issues(findings))))
-    parts += _section("Settings", facts_view(list(_in_force(findings))))
+    parts += _section("Settings", Group(*_settings_lines(findings, everything=settings)))
     parts += _section("Result", facts_view(list(_result(findings))))
     return Group(*parts)
 
@@ -93,38 +99,77 @@ def _machine(machine: Machine) -> Iterator[Fact]:
 _TONES: dict[Status, Tone] = {"loaded": "good", "failed": "bad", "not allowed": "warn"}
 
 
-def _plugins(plugins: tuple[PluginRecord, ...]) -> RenderableType:
-    if not plugins:
+def _plugins(findings: Findings) -> RenderableType:
+    if findings.unexamined:
+        return _not_examined(findings)
+    if not findings.plugins:
         return Text("none found", STYLES["bad"])
-    table = _table("plugin", "from", "import", "status")
-    for plugin in plugins:
-        slow: Tone = "warn" if plugin.slow else "quiet"
-        seconds = f"{plugin.seconds:.2f} s" + (f" (slow: over {SLOW_IMPORT_SECONDS:g} s)" if plugin.slow else "")
+    table = _table("plugin", "import")
+    for plugin in findings.plugins:
+        owner = f"{plugin.distribution} {plugin.version}".rstrip()
         status = Text(plugin.status, STYLES[_TONES[plugin.status]])
+        if plugin.status != "not allowed":
+            status.append(f" in {plugin.seconds:.2f} s", STYLES["warn" if plugin.slow else "quiet"])
+        if plugin.slow:
+            status.append(f" (slow: over {SLOW_IMPORT_SECONDS:g} s)", STYLES["warn"])
         if plugin.problem:
             status.append(f": {plugin.problem}", STYLES["bad"])
-        name = Text.assemble((plugin.name, "bold"), "\n", (plugin.value, "dim"))
-        table.add_row(
-            name, Text(f"{plugin.distribution} {plugin.version}".rstrip()), Text(seconds, STYLES[slow]), status
-        )
+        name = Text.assemble((plugin.name, "bold"), "\n", (owner, "dim"))
+        table.add_row(name, Group(status, _Dotted(plugin.value)))
     return table
 
 
+def _not_examined(findings: Findings) -> RenderableType:
+    return Text(f"not examined: {findings.unexamined}", STYLES["bad"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Dotted:
+    """A dotted name that goes on in the next line after a dot, if it must: ``a.b`` is never cut inside a or b."""
+
+    name: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts():
+            if line and len(line + part) > options.max_width:
+                yield Text(line, STYLES["quiet"], overflow="fold")
+                line = ""
+            line += part
+        yield Text(line, STYLES["quiet"], overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._parts())), len(self.name)).with_maximum(options.max_width)
+
+    def _parts(self) -> list[str]:
+        return re.findall(r"[^.:]*[.:]?", self.name)
+
+
 def _backends(findings: Findings) -> RenderableType:
+    if findings.unexamined:
+        return _not_examined(findings)
     if not findings.backends:
         return Text("none registered", STYLES["bad"])
     table = _table("backend", f"on this machine ({findings.machine.arch})")
     for backend in findings.backends:
         owner = f"{backend.distribution} {backend.version}".rstrip()
-        # The stand-in for a plugin that failed sends people to the doctor; they are here already.
-        stand_in = backend.spec is None
-        reasons = [
+        table.add_row(Text.assemble((backend.name, "bold"), "\n", (owner, "dim")), _verdict(backend))
+    return table
+
+
+def _verdict(backend: BackendStatus) -> RenderableType:
+    if backend.ready:
+        return Text("ready", STYLES["good"])
+    if any(reason.code is Code.NOT_ALLOWED for reason in backend.reasons):
+        return Text("not allowed: the settings below keep its plugin out", STYLES["warn"])
+    # The stand-in for a plugin that failed sends people to the doctor; they are here already.
+    stand_in = backend.spec is None
+    return reasons_view(
+        [
             replace(reason, fix="see its plugin above") if stand_in and reason.code is Code.LOAD_FAILED else reason
             for reason in backend.reasons
         ]
-        verdict = Text("ready", STYLES["good"]) if backend.ready else reasons_view(reasons)
-        table.add_row(Text.assemble((backend.name, "bold"), "\n", (owner, "dim")), verdict)
-    return table
+    )
 
 
 def _table(*columns: str) -> Table:
@@ -148,13 +193,18 @@ def _issues(findings: Findings) -> Iterator[Fact]:
         yield Fact(f"{issue.backend} {issue.versions}".rstrip(), f"{issue.reason} ({issue.url})")
 
 
-def _in_force(findings: Findings) -> Iterator[Fact]:
-    if not findings.in_force:
-        yield Fact("none set", f"known are {', '.join(sorted(_settings.KNOWN))}", "quiet")
-    for name, value in findings.in_force.items():
-        yield Fact(f"{name}={value}", _settings.KNOWN[name], "good")
+def _settings_lines(findings: Findings, *, everything: bool) -> Iterator[RenderableType]:
+    """Each variable with its meaning under it: names and values are long."""
+    for name, meaning in _settings.KNOWN.items():
+        value = findings.in_force.get(name)
+        if value is not None or everything:
+            yield Text(name, "dim") if value is None else Text(f"{name}={value}", STYLES["good"])
+            yield Padding(Text(meaning), (0, 0, 0, 2), expand=False)
     for name, hint in findings.unknown.items():
-        yield Fact(name, f"not a flashdispatch setting.{hint}", "warn")
+        yield Text(name, STYLES["warn"])
+        yield Padding(Text(f"not a flashdispatch setting.{hint}"), (0, 0, 0, 2), expand=False)
+    if not everything and not findings.in_force:
+        yield Text("none set (flashdispatch doctor --settings lists them)", "dim")
 
 
 def _result(findings: Findings) -> Iterator[Fact]:

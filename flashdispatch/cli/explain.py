@@ -7,7 +7,7 @@ The call is made of tensors on torch's meta device, which have shapes and no mem
 from __future__ import annotations
 
 import json
-import re
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,15 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 
 import flashdispatch
 from flashdispatch.cli.machine import this_machine
+from flashdispatch.cli.output import show
+from flashdispatch.cli.problem_text import LIMIT, read_problem
 from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError, UnknownBackendError
 from flashdispatch_registry.problem import DTYPES, Problem
+from flashdispatch_registry.select import nearest
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -36,16 +38,7 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch explain[/] --problem - --arch sm_80 < plan.json"""
 
-_ARCH = re.compile(r"sm_\d+[af]?|gfx[0-9a-f]+|cpu|cuda|mps|xpu")
-
-
-class Dtype(StrEnum):
-    """The dtypes of the contract."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
+DTYPE_ALIASES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 class Layout(StrEnum):
@@ -68,8 +61,11 @@ _SHAPES, _MASKS, _RESULTS, _CHOICE = "Shapes", "Masks and scores", "Results", "C
 def run(
     ctx: typer.Context,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"{', '.join(DTYPES)}.", rich_help_panel=_SHAPES)
-    ] = Dtype.bfloat16,
+        str,
+        typer.Option(
+            metavar="DTYPE", help=f"{', '.join(DTYPES)}; or {', '.join(DTYPE_ALIASES)}.", rich_help_panel=_SHAPES
+        ),
+    ] = "bfloat16",
     batch: Annotated[int, typer.Option(min=0, help="Sequences B.", rich_help_panel=_SHAPES)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads Hq.", rich_help_panel=_SHAPES)] = 16,
     heads_kv: Annotated[
@@ -153,8 +149,6 @@ def run(
 
     Exits with 1 when nothing can run it.
     """
-    if arch is not None and not _ARCH.fullmatch(arch):
-        raise typer.BadParameter(f"{arch!r} is no architecture; try sm_90, sm_120 or cpu", param_hint="--arch")
     if problem is not None:
         _reject_beside_problem(ctx)
         asked = _read(problem)
@@ -166,23 +160,30 @@ def run(
         if sinks_grad and not sinks:
             raise typer.BadParameter("add --sinks", param_hint="--sinks-grad")
         length_q, length_k = (seqlen if length is None else length for length in (seqlen_q, seqlen_k))
-        kind = DTYPES[dtype]
+        sides = _window(window)
+        ends_at_itself = causal or (sides is not None and sides[1] == 0)
+        if ends_at_itself and not top_left and kv_lens and not q_lens and length_q > 1:
+            raise typer.BadParameter(
+                "which query is the last one? Add --q-lens (queries have lengths too, and end where the keys end), or "
+                "--top-left (query i sees keys 0..i, whatever the lengths)",
+                param_hint=f"{'--causal' if causal else '--window'} with --kv-lens",
+            )
+        kind = _dtype(dtype)
 
         def sized(count: int, length: int, dim: int) -> Tensor:
             shape = (batch, length, count, dim) if layout is Layout.bshd else (batch, count, length, dim)
-            return torch.empty(shape, dtype=kind, device="meta", requires_grad=grad)
+            return _empty(shape, kind, requires_grad=grad)
 
         def lengths(wanted: bool) -> Tensor | None:
-            return torch.empty(batch, dtype=torch.int32, device="meta") if wanted else None
+            return _empty((batch,), torch.int32) if wanted else None
 
         def per_head(wanted: bool, *, requires_grad: bool = False) -> Tensor | None:
-            return torch.empty(heads, device="meta", requires_grad=requires_grad) if wanted else None
+            return _empty((heads,), torch.float32, requires_grad=requires_grad) if wanted else None
 
         attn_mask = None
         if mask is not None:
-            shape = (1, 1, length_q, length_k)
             mask_dtype = kind if mask is Mask.float else torch.bool
-            attn_mask = torch.empty(shape, dtype=mask_dtype, device="meta", requires_grad=mask_grad)
+            attn_mask = _empty((1, 1, length_q, length_k), mask_dtype, requires_grad=mask_grad)
         heads_kv = heads if heads_kv is None else heads_kv
         with _usage_errors():
             plan = flashdispatch.explain(
@@ -190,7 +191,7 @@ def run(
                 sized(heads_kv, length_k, head_dim),
                 sized(heads_kv, length_k, head_dim if head_dim_v is None else head_dim_v),
                 causal="top_left" if top_left else causal,
-                window=_window(window),
+                window=sides,
                 attn_mask=attn_mask,
                 alibi_slopes=per_head(alibi),
                 sinks=per_head(sinks, requires_grad=sinks_grad),
@@ -202,12 +203,12 @@ def run(
                 return_lse=lse,
                 deterministic=deterministic or None,
                 backend=backend,
-                arch=arch or this_machine().arch,
+                arch=this_machine().arch if arch is None else arch,
             )
     if as_json:
         typer.echo(json.dumps(plan.to_json(), indent=2))
     else:
-        Console().print(plan)
+        show(plan)
     if plan.chosen is None:
         raise typer.Exit(1)
 
@@ -218,8 +219,27 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except (InvalidRequestError, InvalidTypeError, UnknownBackendError) as error:
-        typer.echo(f"error: {error}", err=True)
+        said = str(error).replace(" meta,", ",")  # where our tensors are is no part of the question
+        typer.echo(f"error: {said}", err=True)
         raise typer.Exit(2) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return DTYPES[DTYPE_ALIASES.get(name, name)]
+    except KeyError:
+        known = [*DTYPES, *DTYPE_ALIASES]
+        raise typer.BadParameter(
+            f"{name!r} is none of {', '.join(known)}.{nearest(name, known)}", param_hint="--dtype"
+        ) from None
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, *, requires_grad: bool = False) -> Tensor:
+    # With the empty dims counted as 1: the strides of the others must fit as well.
+    if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= LIMIT:
+        sizes = " x ".join(str(size) if size < LIMIT else "..." for size in shape)
+        raise typer.BadParameter(f"a tensor of {sizes} is larger than any that torch can describe")
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def _window(texts: tuple[str, str] | None) -> tuple[int | None, int | None] | None:
@@ -235,14 +255,12 @@ def _window(texts: tuple[str, str] | None) -> tuple[int | None, int | None] | No
 
 
 def _read(text: str) -> Problem:
-    """A Problem from JSON text or stdin; also the one inside a plan."""
     try:
-        data = json.loads(sys.stdin.read() if text == "-" else text)
-        return Problem.from_json(data.get("problem", data))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # json, Problem and Band each complain in their own way about what they do not know.
-        what = f"{type(error).__name__}: {error}"
-        raise typer.BadParameter(f"this is no Problem ({what})", param_hint="--problem") from None
+        return read_problem(sys.stdin.read() if text == "-" else text)
+    except UnicodeDecodeError:
+        raise typer.BadParameter("stdin is no text", param_hint="--problem") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"this is no Problem: {error}", param_hint="--problem") from None
 
 
 _BESIDE_PROBLEM = frozenset({"problem", "arch", "backend", "as_json"})

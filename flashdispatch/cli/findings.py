@@ -17,6 +17,7 @@ import flashdispatch
 from flashdispatch import _settings
 from flashdispatch._plans import registry
 from flashdispatch.cli.machine import Machine, this_machine
+from flashdispatch.cli.values import bad_values, forced_in_vain, names_nobody
 from flashdispatch_registry.backend import KnownIssue
 from flashdispatch_registry.errors import BackendLoadError, FlashDispatchError
 from flashdispatch_registry.plugins import BUILT_IN, PluginRecord
@@ -39,8 +40,12 @@ class Findings:
     """Variables that look like ours and are not -> a "did you mean", or nothing."""
     issues: tuple[KnownIssue, ...]
     """Combinations known to be wrong, which auto-selection passes over."""
-    failure: str
-    """The setting or plugin error that stopped the examination; empty when nothing did."""
+    raising: tuple[str, ...]
+    """A line for each value of our variables that makes calls raise."""
+    ineffective: tuple[str, ...]
+    """A line for each name in our variables that names nobody."""
+    unexamined: str
+    """The setting or plugin error that kept plugins and backends from being examined; empty when nothing did."""
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -50,10 +55,12 @@ class Findings:
     @property
     def broken(self) -> tuple[str, ...]:
         """One line for each thing that is broken: the doctor exits with 1 when there is any."""
-        lines = [self.failure] if self.failure else []
+        lines = [*self.raising]
+        if self.unexamined and self.unexamined not in lines:
+            lines.append(self.unexamined)
         lines += [f"plugin {p.name} ({p.distribution}): {p.problem}" for p in self.plugins if p.problem]
         lines += [f"backend {name}: {trace.strip().splitlines()[-1]}" for name, trace in self.tracebacks.items()]
-        if not self.failure and not self.ready:
+        if not self.unexamined and not self.ready:
             lines.append(f"no backend can run on this machine ({self.machine.arch})")
         return tuple(lines)
 
@@ -61,7 +68,7 @@ class Findings:
     def advice(self) -> tuple[str, ...]:
         """What to type, or to change."""
         lines: list[str] = []
-        if not self.failure and not any(plugin.distribution == BUILT_IN for plugin in self.plugins):
+        if not self.unexamined and not any(plugin.distribution == BUILT_IN for plugin in self.plugins):
             lines.append(
                 "no built-in backend is registered: `pip install -e .` in the clone, or reinstall flashdispatch"
             )
@@ -84,6 +91,7 @@ class Findings:
             missing = [reason for reason in backend.reasons if reason.code is Code.DEP_MISSING]
             if missing and len(missing) == len(backend.reasons):
                 lines.append(f"{backend.name} is only missing packages: `{missing[0].fix}`")
+        lines += self.ineffective
         lines += [f"{name} is not a flashdispatch setting.{hint}" for name, hint in self.unknown.items()]
         return tuple(lines)
 
@@ -93,6 +101,7 @@ class Findings:
             "ok": not self.broken,
             "broken": list(self.broken),
             "advice": list(self.advice),
+            "unexamined": self.unexamined,
             "machine": asdict(self.machine) | {"arch": self.machine.arch},
             "versions": versions(),
             "plugins": [asdict(plugin) | {"slow": plugin.slow} for plugin in self.plugins],
@@ -121,17 +130,20 @@ def examine() -> Findings:
     backends: tuple[flashdispatch.BackendStatus, ...] = ()
     tracebacks: dict[str, str] = {}
     issues: tuple[KnownIssue, ...] = ()
-    failure = ""
+    raising = list(bad_values())
+    ineffective: list[str] = []
+    unexamined = ""
     with _quiet():
         try:
-            _settings.read()
             plugins = registry().plugins()
             issues = registry().known_issues()
             backends = flashdispatch.backends()
             tracebacks = _load([backend.name for backend in backends if backend.ready])
             backends = flashdispatch.backends()  # a backend that failed to load just now is not ready any more
+            raising += forced_in_vain(backends)
+            ineffective += names_nobody(backends, plugins)
         except FlashDispatchError as error:
-            failure = str(error)
+            unexamined = str(error)
     return Findings(
         machine=this_machine(),
         plugins=plugins,
@@ -140,7 +152,9 @@ def examine() -> Findings:
         in_force={name: os.environ[name] for name in _settings.KNOWN if name in os.environ},
         unknown=_settings.unknown(),
         issues=issues,
-        failure=failure,
+        raising=tuple(raising),
+        ineffective=tuple(ineffective),
+        unexamined=unexamined,
     )
 
 

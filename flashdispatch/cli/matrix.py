@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flashdispatch._plans import registry
+from flashdispatch.cli.output import show
 from flashdispatch_registry.matrix import matrix_json, matrix_markdown, matrix_view
 from flashdispatch_registry.plugins import BUILT_IN
 from flashdispatch_registry.select import Entry
@@ -19,7 +19,7 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch matrix[/] --all
 
-[cyan]flashdispatch matrix[/] --json | jq '.triton_fa2.window'
+[cyan]flashdispatch matrix[/] --json | jq '.torch_reference.window'
 
 [cyan]flashdispatch matrix[/] --check README.md
 
@@ -46,14 +46,14 @@ def run(
     if check is not None:
         _check(check, entries)
     elif write is not None:
-        write.write_text(updated(_read(write), entries), encoding="utf-8")
+        _write(write, updated(_read(write), entries))
         typer.echo(f"{write}: up to date")
     elif markdown:
         typer.echo(matrix_markdown(entries))
     elif as_json:
         typer.echo(json.dumps(matrix_json(entries), indent=2, ensure_ascii=False))
     else:
-        Console().print(matrix_view(entries))
+        show(matrix_view(entries))
 
 
 def built_in(entry: Entry) -> bool:
@@ -85,4 +85,16 @@ def _check(path: Path, entries: tuple[Entry, ...]) -> None:
 def _read(path: Path) -> str:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {path}")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path} is no UTF-8 text") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{path} can't be read: {error.strerror}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} can't be written: {error.strerror}") from None
