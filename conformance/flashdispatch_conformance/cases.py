@@ -571,7 +571,7 @@ NAMED: tuple[Case, ...] = (
         grads=("k", "v"),
     ),
     Case(id="named/grad_q_v", why="dV without dK", seqlens=(33, 45), grads=("q", "v")),
-    Case(id="named/grad_q_k", why="dQ and dK without dV, as when only the scores are trained", grads=("q", "k")),
+    Case(id="named/grad_q_k", why="dS without dV", seqlens=(33, 45), grads=("q", "k")),
     Case(
         id="named/grad_mask_only",
         why="a trained bias on frozen q, k and v: dS is needed, and no product of it",

@@ -29,7 +29,6 @@ from flashdispatch_conformance.inputs import Inputs, bshd, build
 from flashdispatch_conformance.oracle import inside_band, length
 from flashdispatch_conformance.tolerance import FLOAT32_JUDGED, Expected, Stats, expect, judge
 from flashdispatch_registry.arch import arch_of
-from flashdispatch_registry.errors import BackendContractError
 from flashdispatch_registry.layout import dense_strides
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
 from flashdispatch_registry.reasons import Code, Reason
@@ -94,7 +93,7 @@ def run_case(
     except flashdispatch.BackendUnsupportedError as error:  # refused after explain said yes: its code failed to load
         reasons = () if error.plan is None else error.plan.candidate(backend).reasons
         return run.result("not_run" if _cannot_run_here(reasons) else "fail", [str(error)])
-    except BackendContractError as error:
+    except flashdispatch.BackendContractError as error:
         return run.result("fail", [*run.messages, str(error)])
     except _NotRunError as error:
         return run.result("not_run", [str(error)])

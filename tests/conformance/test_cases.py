@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -81,7 +82,14 @@ EDGES: dict[str, Callable[[Case], bool]] = {
     "scale 0": lambda c: c.scale == 0.0,
     "scale negative": lambda c: c.scale is not None and c.scale < 0,
     "layout bhsd": lambda c: c.layout == "bhsd",
-    "one gradient": lambda c: len(c.grads) == 1,
+    **{
+        f"gradients of {' and '.join(names)} alone": with_("needs_grad", names)
+        for names in (
+            *itertools.chain(*(itertools.combinations("qkv", n) for n in (1, 2, 3))),
+            ("attn_mask",),
+            ("sinks",),
+        )
+    },
     "forward only": lambda c: not c.grads,
     "LSE gradient alone": lambda c: not c.dout and c.dlse,
     "dropout of everything": lambda c: c.dropout_p == 1.0,

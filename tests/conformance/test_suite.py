@@ -19,7 +19,7 @@ import flashdispatch
 import flashdispatch_conformance
 from flashdispatch_backends import torch_reference
 from flashdispatch_conformance import AttentionConformance, Result, run_case
-from flashdispatch_conformance.cases import BY_ID
+from flashdispatch_conformance.cases import BY_ID, NAMED, Case
 from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, Needs, Problem, Support
 
 SUPPORT: Support = next(b.spec.support for b in flashdispatch.backends() if b.name == "torch_reference" and b.spec)
@@ -166,7 +166,7 @@ class NoGradientForTheKeys(Fake):
         (FlickeringOutput, "named/forward_only", "out is not bitwise repeatable"),
         (FlickeringGradient, "named/deterministic", "dq is not bitwise repeatable"),
         (OutputFollowsTheLse, "named/length_63", "out is another one when the LSE is returned too"),
-        (LowPrecisionLse, "named/length_63", "lse of the lse call has dtype torch.bfloat16, expected torch.float32"),
+        (LowPrecisionLse, "named/length_63", "returned lse (1, 2, 63) torch.bfloat16; the contract wants"),
         (TransposedLse, "named/length_63", "lse of the lse call has strides"),
         (NoGradientForTheKeys, "named/length_63", "dk: rms of z"),
     ],
@@ -292,13 +292,62 @@ def test_a_call_that_the_core_misunderstood_is_a_failure(
     assert message in result.report()
 
 
-def test_float32_is_recorded_without_a_verdict_and_says_so(register: Register) -> None:
-    result = run(register(OffByOnePercent()), dtype=torch.float32)
-    assert result.outcome == "pass"
+class HalfAsMuchAgain(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        return Forward(out * 1.5 + 0.01, lse, saved)
+
+
+class RoundedToFloat16(Fake):
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out, lse, saved = super().forward(problem, q, k, v, extras)
+        return Forward(out.half().to(out.dtype), lse, saved)
+
+
+@pytest.mark.parametrize("case", ["length_63", "gqa_8_2", "lens_causal", "forward_only", "everything", "zeros"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_gross_fault_is_found_in_every_dtype(register: Register, case: str, dtype: torch.dtype) -> None:
+    result = run(register(HalfAsMuchAgain()), f"named/{case}", dtype)
+    assert result.outcome == "fail"
+    assert any(failure.gate != "exact" for failure in result.stats["out"].failures)
+
+
+def test_float32_is_judged_coarsely_and_says_so(register: Register) -> None:
+    assert run(register(OffByOnePercent()), dtype=torch.float32).outcome == "fail"
+    flashdispatch.unregister("fake")
+    result = run(register(RoundedToFloat16()), "named/forward_only", torch.float32)
+    assert result.outcome == "pass", result.report()
+    assert result.stats["out"].max > 100  # recorded
     assert not result.judged
-    assert "no verdict" in result.report()
-    assert result.stats["lse"].max > 8
-    assert run("fake", dtype=torch.float64).outcome == "fail"
+    assert "float32: judged no finer than float16 rounding until its own model is derived" in result.report()
+    assert "float32_coarse rms" in result.report()
+    assert run("fake", "named/forward_only", torch.float64).outcome == "fail"
+
+
+class DoublesOneGradient(Fake):
+    """Only where exactly `asked` want a gradient, and there the last of them."""
+
+    def __init__(self, asked: tuple[str, ...]) -> None:
+        self.asked = asked
+
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        gradients = super().backward(problem, saved, dout, dlse, needs)
+        if tuple(name for name, needed in needs._asdict().items() if needed) != self.asked:
+            return gradients
+        last = self.asked[-1]
+        return gradients._replace(**{last: 2 * getattr(gradients, last)})
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in NAMED if case.id.startswith("named/grad_")], ids=lambda case: case.id
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_fault_of_one_set_of_gradients_is_found(register: Register, case: Case, dtype: torch.dtype) -> None:
+    result = run(register(DoublesOneGradient(case.needs_grad)), case.id, dtype)
+    assert result.outcome == "fail"
+    assert f"d{case.needs_grad[-1]}: rms of z" in result.report()
 
 
 def test_importing_a_part_loads_no_pytest() -> None:
@@ -331,11 +380,40 @@ def test_the_readmes_ten_lines_work(tmp_path: Path) -> None:
     readme = Path(flashdispatch_conformance.__file__).with_name("README.md").read_text(encoding="utf-8")
     lines = readme.split("```python\n")[1].split("```")[0]
     lines = lines.replace("my_package.kernels", "flashdispatch_backends.torch_reference")
-    lines = lines.replace("Support(", 'Support(devices=frozenset({"cpu"}), ') + '    device = "cpu"\n'
     (tmp_path / "test_my_backend.py").write_text(lines, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "d128 or gqa_6_3 or minimum"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=240)
     assert "2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_minimum_says_when_no_declared_device_is_here(register: Register) -> None:
+    class Elsewhere(AttentionConformance):
+        backend = register(Fake(), replace(SUPPORT, devices=frozenset({"xpu"})))
+        device = "cpu"
+
+    with pytest.raises(
+        AssertionError, match="nothing was tested: fake declares devices \\['xpu'\\] and .* ran on 'cpu'"
+    ):
+        Elsewhere().test_the_minimum_is_supported()
+
+
+def test_the_minimum_says_what_was_refused(register: Register) -> None:
+    class NoLse(AttentionConformance):
+        backend = register(Fake(), replace(SUPPORT, lse=False, lse_grad=False))
+        device = "cpu"
+
+    with pytest.raises(AssertionError, match="lse refused: LSE"):
+        NoLse().test_the_minimum_is_supported()
+
+
+def test_the_minimum_needs_a_16_bit_dtype(register: Register) -> None:
+    class Float32Only(AttentionConformance):
+        backend = register(Fake())
+        device = "cpu"
+        dtypes = (torch.float32,)
+
+    with pytest.raises(AssertionError, match="name one of them in `dtypes`"):
+        Float32Only().test_the_minimum_is_supported()
 
 
 def test_an_authors_test_module_fails_skips_and_passes(tmp_path: Path) -> None:
