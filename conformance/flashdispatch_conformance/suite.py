@@ -371,10 +371,9 @@ class AttentionConformance:
         if any(result.outcome != "unsupported" for result in results) or not all(Code.DEVICE in c for c in refusals):
             return text
         spec = next(status.spec for status in flashdispatch.backends() if status.name == self.backend)
-        declared, tested = sorted(spec.support.devices) if spec else [], self._device()
+        declared, here = sorted(spec.support.devices) if spec else [], self._device()
         return (
-            f"nothing was tested: {self.backend} declares devices {declared} and the suite ran on {tested!r}, where every "
-            f"call is refused. Run it on a machine with such a device (`device = ...` in the class names one other than "
-            f"cuda and cpu), or, if it runs on {tested} too, declare Support(devices=frozenset({{{tested!r}, ...}})); the "
-            f"default is {{'cuda'}} alone.\n{text}"
+            f"nothing was tested: {self.backend} declares devices {declared}, the suite ran on {here!r}, and all calls "
+            f"were refused. If it runs on {here} too, add that to Support.devices (default: {{'cuda'}}); if not, run "
+            f"the suite where there is such a device (cuda is found, others are named by `device`).\n{text}"
         )

@@ -44,7 +44,7 @@ grows with the number of summed values: honest float32 kernels break it on long 
 at Sk = 16384). Until that term is derived, these z are recorded and carry no verdict. The verdict is by a second sigma,
 the same model and the same gates with float16's u = u_o = 2^-11. That is sound whatever the order of summation: a
 correct float16 kernel sums in float32 too, and then rounds P, dS and outputs 2^13 times as coarsely, so who is less
-accurate is wrong. Not found in float32: any error as small as float16's rounding, such as weights kept in 16 bits. The
+accurate is wrong. Not found in float32: any error as small as float16's rounding, such as weights kept in float16. The
 LSE is rounded to 16 bits by nobody, so it has one sigma in all dtypes and is judged in full.
 
 **float32 with TF32 is judged no finer than bfloat16 rounding**: u = u_m = u_o = 2^-8 in the second sigma. float16's
@@ -83,12 +83,12 @@ UNDERFLOW: Mapping[torch.dtype, float] = MappingProxyType(
 )
 FLOAT64_RTOL = 1e-10
 
+_JUDGED = (
+    "{}: judged no finer than {} rounding until its own model is derived. Judged: the z-scores called float32_coarse, "
+    "shapes, finiteness, exact zeros. Recorded without a verdict: the other z-scores"
+)
 FLOAT32_JUDGED: Mapping[str, str] = MappingProxyType(
-    {
-        precision: f"{name}: judged no finer than {coarse} rounding until its own model is derived. Judged: the z-scores "
-        "called float32_coarse, shapes, finiteness, exact zeros. Recorded without a verdict: the other z-scores"
-        for precision, name, coarse in (("ieee", "float32", "float16"), ("tf32", "float32 with TF32", "bfloat16"))
-    }
+    {"ieee": _JUDGED.format("float32", "float16"), "tf32": _JUDGED.format("float32 with TF32", "bfloat16")}
 )
 """What is judged in float32 and what is not, by `Problem.fp32_precision`."""
 
@@ -119,7 +119,7 @@ class Expected:
     exact: Tensor
     """bool, same shape: 0 or -inf by contract (rows that see no key, rows past q_lens, keys that nobody sees)."""
     coarse: Tensor | None = None
-    """Never missing in float32, and only there: the sigma of the verdict, with float16's rounding (TF32: bfloat16's)."""
+    """The sigma of the verdict in float32, never missing there: with float16's rounding (TF32: bfloat16's)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import torch
@@ -64,6 +65,6 @@ def _device(text: str | None) -> torch.device:
     try:
         torch.zeros(1, device=device).item()
     except Exception as error:  # what torch raises depends on the device
-        reason = str(error).partition("\n")[0]
+        reason = shorten(str(error), 100, placeholder=" ...")
         raise typer.BadParameter(f"torch can't use {text} here ({reason})", param_hint="--device") from error
     return device

@@ -21,7 +21,7 @@ from flashdispatch import BackendStatus, _settings
 from flashdispatch.cli.findings import Findings, examine
 from flashdispatch.cli.machine import Machine
 from flashdispatch.cli.output import show
-from flashdispatch_registry.plugins import SLOW_IMPORT_SECONDS, PluginRecord, Status
+from flashdispatch_registry.plugins import SLOW_IMPORT_SECONDS, Status
 from flashdispatch_registry.reasons import Code
 from flashdispatch_registry.render import STYLES, Fact, Tone, facts_view, human_bytes, reasons_view
 from flashdispatch_registry.versions import versions

@@ -72,6 +72,8 @@ class Findings:
             lines.append(
                 "no built-in backend is registered: `pip install -e .` in the clone, or reinstall flashdispatch"
             )
+        if self.unexamined and self.unexamined not in self.raising:
+            lines.append("`FLASHDISPATCH_STRICT_PLUGINS=0 flashdispatch doctor` passes it over and examines the rest")
         for plugin in self.plugins:
             if plugin.status == "failed":
                 lines.append(

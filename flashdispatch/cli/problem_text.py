@@ -57,14 +57,14 @@ def _check_fields(kind: type[Any], data: Any, where: str) -> None:
     for name in data:
         if name not in names:
             raise ValueError(f"it has no field {where}{name}.{nearest(name, names)}")
-    needed = [field.name for field in fields(kind) if field.default is MISSING and field.name not in data]
-    if needed:
-        raise ValueError(f"it lacks {', '.join(where + name for name in needed)}")
     for name, value in data.items():
         if hints[name] is Band:
             _check_fields(Band, value, f"{name}.")
         elif not _fits(value, hints[name]):
             raise ValueError(f"{where}{name} must be {_words(hints[name])}, got {_short(value)}")
+    needed = [field.name for field in fields(kind) if field.default is MISSING and field.name not in data]
+    if needed:
+        raise ValueError(f"it lacks {', '.join(where + name for name in needed)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -53,6 +53,6 @@ def check_arch(arch: str) -> None:
         raise InvalidTypeError(f"arch must be a string such as 'sm_90', got {arch!r}")
     if _NAME.fullmatch(arch):
         return
-    number = re.search(r"\d{2,3}", arch)
-    hint = f" Did you mean 'sm_{number.group()}'?" if number else ""
+    number = re.fullmatch(r"sm\W?(\d{2,3}[af]?)", arch.lower())
+    hint = f" Did you mean 'sm_{number.group(1)}'?" if number else ""
     raise InvalidRequestError(f"arch must be an architecture such as 'sm_90', 'sm_120' or 'cpu', got {arch!r}.{hint}")

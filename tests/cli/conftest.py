@@ -51,7 +51,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def command() -> Command:
     """Runs ``flashdispatch ARGS``, 100 columns wide."""
 
-    def run(*args: str, stdin: str | None = None, width: int = 100) -> Ran:
+    def run(*args: str, stdin: str | bytes | None = None, width: int = 100) -> Ran:
         result = CliRunner().invoke(app, list(args), input=stdin, env={"COLUMNS": str(width)})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

@@ -10,9 +10,10 @@ from importlib.metadata import entry_points, version
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from flashdispatch import __main__
-from flashdispatch.cli import demo, doctor, explain, matrix
+from flashdispatch.cli import demo, doctor, explain, matrix, output
 
 COMMANDS = {"doctor": doctor, "explain": explain, "matrix": matrix, "demo": demo}
 
@@ -60,10 +61,26 @@ def test_what_is_not_understood_exits_with_2_and_prints_nothing_on_stdout(
 
 
 def test_our_own_error_is_a_message_and_not_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "perhaps")
+    monkeypatch.setenv("FLASHDISPATCH_STRICT_PLUGINS", "perhaps")
     ran = command("matrix", "--json")
     assert (ran.code, ran.out) == (1, "")
-    assert ran.err == "error: FLASHDISPATCH_FALLBACK='perhaps' must be error, warn or allow\n"
+    assert ran.err == "error: FLASHDISPATCH_STRICT_PLUGINS='perhaps' must be 1 or 0\n"
+
+
+def test_what_is_printed_for_people_has_no_trailing_blanks_in_a_pipe(command: Command) -> None:
+    for name in ("doctor", "explain", "matrix"):
+        lines = command(name).out.splitlines()
+        assert len(lines) > 5
+        assert lines == [line.rstrip() for line in lines]
+
+
+def test_a_terminal_gets_its_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    output.show(Text("ready", "green"))
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.delenv("FORCE_COLOR")
+    output.show(Text("ready", "green"))
+    assert capsys.readouterr().out == "ready\n"
 
 
 def test_a_bug_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +104,19 @@ def test_python_m_runs_the_same_and_says_warnings_in_one_line() -> None:
     assert ran.stderr == (
         "warning: FLASHDISPATCH_CHEKC is not a flashdispatch setting. Did you mean 'FLASHDISPATCH_CHECK'?\n"
     )
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_and_version_load_no_compiler_and_no_model_library(option: str) -> None:
+    code = (
+        "import sys\nfrom flashdispatch.__main__ import main\n"
+        f"sys.argv = ['flashdispatch', {option!r}]\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'transformers', 'triton', 'flashdispatch.demo'}\n"
+        "sys.exit(' '.join(heavy.intersection(sys.modules)) or 0)"
+    )
+    ran = python("-c", code)
+    assert (ran.returncode, ran.stderr.strip()) == (0, "")
 
 
 def test_importing_flashdispatch_loads_neither_rich_nor_typer() -> None:

@@ -57,6 +57,7 @@ def test_default_is_the_clones_text_on_the_best_device(command: Command, calls: 
     assert command("demo").code == 0
     assert calls.text.name == "tidepool.txt"
     assert calls.text.parent.name == "examples"
+    assert calls.seconds == 8.0
     assert calls.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -75,7 +76,10 @@ def test_a_missing_text_says_to_pass_one(
     assert "pass one with --text" in " ".join(ran.err.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(("device", "said"), [("toaster", "toaster"), ("cuda", "torch sees no GPU here")])
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("toaster", "toaster"), ("cuda", "torch sees no GPU here"), ("meta", "torch can't use meta here")],
+)
 def test_a_device_that_is_not_there_is_a_usage_error(
     device: str, said: str, command: Command, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

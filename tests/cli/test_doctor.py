@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,11 @@ def test_a_plugin_that_is_not_allowed_is_shown_with_the_setting_that_says_so(
     assert ran.code == 0
     assert "not allowed" in ran.out
     assert "FLASHDISPATCH_PLUGINS= load only these" in ran.words
+    assert "tiles not allowed: the settings below keep its plugin out" in ran.words
+    assert "broken" not in ran.out
+    assert "to do" not in ran.out
+    tiles = next(b for b in json.loads(command("doctor", "--json").out)["backends"] if b["name"] == "tiles")
+    assert [reason["code"] for reason in tiles["reasons"]] == ["NOT_ALLOWED"]
 
 
 def test_known_issues_are_listed_with_their_links(
@@ -159,11 +165,137 @@ def test_an_unknown_variable_is_shown_with_the_nearest_known_one(
     assert settings["unknown"] == {"FLASHDISPATCH_BAKEND": " Did you mean 'FLASHDISPATCH_BACKEND'?"}
 
 
+def test_settings_lists_every_variable(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "FLASHDISPATCH_CHECK" not in command("doctor").out
+    monkeypatch.setenv("FLASHDISPATCH_CHECK", "1")
+    ran = command("doctor", "--settings", width=80)
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert all(f"{name} {meaning}" in ran.words for name, meaning in _settings.KNOWN.items() if "CHECK" not in name)
+    assert "FLASHDISPATCH_CHECK=1" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"BACKEND": "torch_refrence"},
+            "no backend is called 'torch_refrence', so calls raise. Did you mean 'torch_re",
+        ),
+        ({"BACKEND": "torch_reference,foo"}, "no backend is called 'foo', so calls raise."),
+        ({"BACKEND": ","}, "FLASHDISPATCH_BACKEND=',': no backend name"),
+        ({"BACKEND": "auto,torch_reference"}, "'auto' stands alone"),
+        (
+            {"BACKEND": "tiles", "DISABLE": "tiles"},
+            "FLASHDISPATCH_BACKEND=tiles: disabled by FLASHDISPATCH_DISABLE=tiles",
+        ),
+        ({"BACKEND": "needy"}, "FLASHDISPATCH_BACKEND=needy: can't run on this machine"),
+        ({"BACKEND": "needy,tiles", "DISABLE": "tiles"}, "needy,tiles: can't run on this machine"),
+        ({"FALLBACK": "perhaps"}, "must be error, warn or allow"),
+        ({"CHECK": "perhaps"}, "must be 1 or 0"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_calls_raise_is_broken_and_hides_nothing(
+    environment: dict[str, str],
+    said: str,
+    command: Command,
+    add_plugin: AddPlugin,
+    plugin_source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_plugin("tiles", plugin_source("tiles", factory="acme_tiles"))
+    add_plugin("needy", plugin_source("needy", requires=("tilelib>=3",)))
+    monkeypatch.setattr(findings, "_load", lambda _: {})
+    for name, value in environment.items():
+        monkeypatch.setenv(f"FLASHDISPATCH_{name}", value)
+    ran = command("doctor")
+    assert ran.code == 1
+    assert said in ran.words
+    assert "not examined" not in ran.out
+    assert re.search(r"Result ─+ ready .*torch_reference broken FLASHDISPATCH_", ran.words)
+    found = json.loads(command("doctor", "--json").out)
+    assert len(found["broken"]) == 1
+    assert said in found["broken"][0]
+    assert {plugin["name"] for plugin in found["plugins"]} == {"torch_reference", "tiles", "needy"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"BACKEND": ""},
+        {"BACKEND": "auto"},
+        {"BACKEND": "torch_reference"},
+        {"BACKEND": "tiles, torch_reference"},
+        {"BACKEND": "tiles,torch_reference", "DISABLE": "tiles"},
+        {"DISABLE": "tiles"},
+        {"PLUGINS": ""},
+        {"PLUGINS": "tiles"},
+        {"PLUGINS": "acme-tiles"},
+        {"PLUGINS": "Acme_Tiles"},
+        {"PLUGINS": "ACME.tiles, torch_reference"},
+    ],
+    ids=str,
+)
+def test_names_that_are_right_are_no_finding(
+    environment: dict[str, str],
+    command: Command,
+    add_plugin: AddPlugin,
+    plugin_source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_plugin("tiles", plugin_source("tiles"))
+    monkeypatch.setattr(findings, "_load", lambda _: {})
+    for name, value in environment.items():
+        monkeypatch.setenv(f"FLASHDISPATCH_{name}", value)
+    found = json.loads(command("doctor", "--json").out)
+    assert (found["ok"], found["broken"], found["advice"]) == (True, [], [])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("FLASHDISPATCH_FALLBACK", "perhaps", "must be error, warn or allow"),
+        ("DISABLE", "tils", "FLASHDISPATCH_DISABLE names 'tils', which is no backend: it disables nothing."),
+        ("DISABLE", "torch_reference2", "it disables nothing. Did you mean 'torch_reference'?"),
+        ("PLUGINS", "acme-tilse", "which is no plugin and no distribution with one. Did you mean 'acme-tiles'?"),
+        (
+            "PLUGINS",
+            "tiles,TILSE",
+            "names 'TILSE', which is no plugin and no distribution with one. Did you mean 'tiles'?",
+        ),
+        ("PLUGINS", "zzz", "FLASHDISPATCH_PLUGINS names 'zzz', which is no plugin"),
+    ],
+)
+def test_a_name_that_names_nobody_is_something_to_do(
+    name: str, value: str, said: str, command: Command, add_plugin: AddPlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_plugin(
+        "tiles", "from flashdispatch_registry import hookimpl\n@hookimpl\ndef flashdispatch_backends(): return []\n"
+    )
+    monkeypatch.setenv(f"FLASHDISPATCH_{name}", value)
+    ran = command("doctor")
+    assert ran.code == 0
+    assert "to do FLASHDISPATCH_" in ran.words
+    assert said in ran.words
+    assert len(json.loads(command("doctor", "--json").out)["advice"]) == 1
+
+
+def test_every_bad_value_is_named_not_only_the_first(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FALLBACK", "CHECK", "STRICT_PLUGINS"):
+        monkeypatch.setenv(f"FLASHDISPATCH_{name}", "perhaps")
+    broken = json.loads(command("doctor", "--json").out)["broken"]
+    assert [line.split("=")[0] for line in broken] == [
+        "FLASHDISPATCH_FALLBACK",
+        "FLASHDISPATCH_CHECK",
+        "FLASHDISPATCH_STRICT_PLUGINS",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
         ("FLASHDISPATCH_STRICT_PLUGINS", "1", "plugin tiles (acme-tiles 2.0) failed to load"),
+        ("FLASHDISPATCH_STRICT_PLUGINS", "perhaps", "FLASHDISPATCH_STRICT_PLUGINS='perhaps' must be 1 or 0"),
+        ("FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD", "2", "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD='2' must be 1 or 0"),
     ],
 )
 def test_what_stops_the_examination_is_a_finding(
@@ -173,9 +305,27 @@ def test_what_stops_the_examination_is_a_finding(
     add_plugin("tiles", "1 / 0\n")
     ran = command("doctor")
     assert ran.code == 1
-    assert said in ran.words
+    assert ran.words.count(f"not examined: {said}") == 2
+    assert "none found" not in ran.out
     assert torch.__version__ in ran.out
-    assert said in json.loads(command("doctor", "--json").out)["broken"][0]
+    found = json.loads(command("doctor", "--json").out)
+    assert said in found["unexamined"]
+    assert found["broken"] == [found["unexamined"]]
+    assert ("passes it over" in ran.words) == (value == "1")
+
+
+LONG_NAME = "acme_hand_written_assembly_for_one_gpu"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_module_is_broken_at_its_dots_beside_a_long_name(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source, width: int
+) -> None:
+    add_plugin(LONG_NAME, plugin_source(LONG_NAME, requires=("tilelib",)))
+    lines = command("doctor", width=width).out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("flashdispatch_backends." in line for line in lines)
+    assert any(line.endswith((" torch_reference", ".torch_reference")) for line in lines)
 
 
 def test_no_backend_that_can_run_here_is_a_1(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,10 @@ def asked(command: Command, *args: str) -> Problem:
     [
         (["--arch", "sm_120"], {"arch": "sm_120"}),
         (["--dtype", "float16"], {"dtype": torch.float16}),
+        (["--dtype", "fp16"], {"dtype": torch.float16}),
+        (["--dtype", "bf16"], {"dtype": torch.bfloat16}),
+        (["--dtype", "fp32"], {"dtype": torch.float32}),
+        (["--dtype", "fp64"], {"dtype": torch.float64}),
         (["--batch", "3"], {"batch": 3}),
         (["--heads", "8"], {"heads_q": 8, "heads_kv": 8}),
         (["--heads", "8", "--heads-kv", "2"], {"heads_q": 8, "heads_kv": 2}),
@@ -49,6 +53,9 @@ def asked(command: Command, *args: str) -> Problem:
         (["--sinks", "--sinks-grad"], {"sinks": True, "needs_grad": ("sinks",)}),
         (["--q-lens"], {"q_lens": True}),
         (["--kv-lens"], {"kv_lens": True}),
+        (["--kv-lens", "--causal", "--q-lens"], {"band": Band(None, 0), "kv_lens": True, "q_lens": True}),
+        (["--kv-lens", "--top-left"], {"band": Band(None, 0, "top_left"), "kv_lens": True}),
+        (["--kv-lens", "--causal", "--seqlen-q", "1"], {"band": Band(None, 0), "kv_lens": True}),
         (["--softcap", "30"], {"softcap": 30.0}),
         (["--dropout", "0.1"], {"dropout_p": 0.1}),
         (["--grad"], {"needs_grad": ("q", "k", "v")}),
@@ -120,20 +127,38 @@ def test_a_disabled_forced_backend_is_our_error(command: Command, monkeypatch: p
         (["--batch", "-1"], "--batch"),
         (["--dropout", "1.5"], "--dropout"),
         (["--softcap", "0"], "softcap must be > 0"),
-        (["--dtype", "int8"], "'bfloat16'"),
-        (["--layout", "sbhd"], "'bshd'"),
+        (["--dtype", "int8"], "'int8' is none of float16, bfloat16, float32, float64, fp16, bf16, fp32, fp64."),
+        (["--dtype", "flaot32"], "Did you mean 'float32'?"),
+        (["--layout", "sbhd"], "'--layout': 'sbhd' is not one of 'bshd'"),
+        (["--mask", "int"], "'--mask': 'int' is not one of 'bool'"),
         (["--window", "3", "some"], "each a number of keys or none"),
         (["--window", "-1", "0"], "must be >= 0"),
         (["--mask", "bool", "--mask-grad"], "add --mask float"),
         (["--sinks-grad"], "add --sinks"),
-        (["--causal", "--kv-lens"], "causal=True with kv_lens and no q_lens"),
-        (["--arch", "h100"], "try sm_90"),
+        (["--causal", "--kv-lens"], "--causal with --kv-lens: which query is the last one? Add --q-lens"),
+        (["--window", "7", "0", "--kv-lens"], "--window with --kv-lens: which query is the last one? Add --q-lens"),
+        (["--arch", "h100"], "arch must be an architecture such as 'sm_90', 'sm_120' or 'cpu', got 'h100'"),
+        (["--arch", ""], "arch must be an architecture"),
+        (["--seqlen", f"{10**23}"], "larger than any that torch can describe"),
+        (["--seqlen", f"{10**18}"], f"a tensor of 1 x {10**18} x 16 x 128 is larger than any"),
+        (["--seqlen-k", f"{2**63 - 1}", "--batch", "0"], "larger than any"),
+        (["--seqlen", f"{10**10}", "--mask", "bool"], f"a tensor of 1 x 1 x {10**10} x {10**10} is larger than any"),
+        (["--heads", f"{10**20}", "--heads-kv", "3"], "larger than any"),
+        (["--head-dim", "9" * 5000], "--head-dim"),
+        (["--head-dim-v", f"{2**62}"], "larger than any"),
+        (["--window", f"{10**23}", "0"], "must fit 32 bits"),
+        (["--window", "9" * 5000, "0"], "each a number of keys or none"),
+        (["--softcap", "1e400"], "softcap must be finite"),
         (["--backend", "torch_referense"], "Did you mean 'torch_reference'?"),
         (["--problem", "{}"], "this is no Problem"),
         (["--problem", "[1]"], "this is no Problem"),
         (["--problem", "not json"], "this is no Problem"),
-        (["--problem", '{"dtype": "int8"}'], "KeyError: 'int8'"),
-        (["--problem", '{"dtype": "float16", "colour": 1}'], "unknown Problem fields: colour"),
+        (["--problem", "[" * 100_000], "nested too deeply"),
+        (["--problem", '{"arch": 5}'], "arch must be a text, got 5"),
+        (["--problem", '{"arch": "cpu"}'], "it lacks dtype, batch, heads_q"),
+        (["--problem", '{"dtype": "float16", "colour": 1}'], "it has no field colour."),
+        (["--problem", '{"problem": {"hed_dim": 1}}'], "it has no field hed_dim. Did you mean 'head_dim'?"),
+        (["--problem", '{"problem": 7}'], "it must be an object with fields, {...}, got 7"),
         (["--problem", "{}", "--heads-kv", "2"], "--heads-kv can't be combined with it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -142,6 +167,87 @@ def test_a_bad_value_is_a_usage_error_that_says_what_is_right(args: list[str], s
     ran = command("explain", *args)
     assert (ran.code, ran.out) == (2, "")
     assert said in " ".join(ran.err.replace("│", " ").split())
+
+
+def test_an_error_does_not_show_the_tensors_that_stand_for_the_question(command: Command) -> None:
+    ran = command("explain", "--heads", "8", "--heads-kv", "3")
+    assert "asked: q (1, 4096, 8, 128) bfloat16, k (1, 4096, 3, 128)" in ran.err
+    assert "meta" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arch": 5}, "arch must be a text, got 5"),
+        ({"arch": "h100"}, "arch must be an architecture"),
+        ({"dtype": "int8"}, 'dtype must be float16 or bfloat16 or float32 or float64, got "int8"'),
+        ({"dtype": None}, "dtype must be float16"),
+        ({"batch": "2"}, 'batch must be a whole number from 0 on, got "2"'),
+        ({"batch": 2.5}, "batch must be a whole number"),
+        ({"batch": True}, "batch must be a whole number"),
+        ({"seqlen_q": -1}, "seqlen_q must be a whole number from 0 on, got -1"),
+        ({"seqlen_k": 10**30}, "seqlen_k must be a whole number"),
+        ({"heads_q": 0}, "heads_q must be at least 1"),
+        ({"heads_kv": 3}, "heads_q must be a multiple of heads_kv, got 4 and 3"),
+        ({"head_dim": 10**400}, "head_dim must be a whole number"),
+        ({"scale": "small"}, "scale must be a finite number"),
+        ({"scale": float("nan")}, "scale must be a finite number, got NaN"),
+        ({"scale": 10**400}, "scale must be a finite number"),
+        ({"band": 3}, "band must be an object with fields, {...}, got 3"),
+        ({"band": {"left": "2"}}, "band.left must be a whole number from 0 on or null"),
+        ({"band": {"left": -1}}, "band.left must be a whole number"),
+        ({"band": {"align": "up"}}, "band.align must be bottom_right or top_left"),
+        ({"band": {"up": 1}}, "it has no field band.up."),
+        ({"attn_mask": "float", "attn_mask_shape": 5}, "attn_mask_shape must be 4 times a whole number"),
+        ({"attn_mask": "float", "attn_mask_shape": [1, 2]}, "attn_mask_shape must be 4 times a whole number"),
+        ({"attn_mask": "float"}, "attn_mask and attn_mask_shape come together"),
+        ({"alibi": 1}, "alibi must be true or false, got 1"),
+        ({"softcap": "x"}, "softcap must be a finite number or null"),
+        ({"softcap": -1.0}, "softcap must be more than 0"),
+        ({"dropout_p": 2}, "dropout_p must be within 0..1"),
+        ({"needs_grad": "q"}, "needs_grad must be a list of q or k or v or attn_mask or sinks"),
+        ({"needs_grad": ["z"]}, "needs_grad must be a list of"),
+        ({"needs_grad": ["attn_mask"]}, "only a float attn_mask has a gradient"),
+        ({"needs_grad": ["sinks"]}, "no gradient of sinks without sinks"),
+        ({"layout": {"bshd": 1}}, "layout must be bshd or bhsd"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_in_a_problem_is_said_in_words(changes: dict[str, Any], said: str, command: Command) -> None:
+    good = asked(command, "--heads", "4", "--arch", "sm_90").to_json()
+    ran = command("explain", "--problem", json.dumps(good | changes))
+    assert (ran.code, ran.out) == (2, "")
+    assert said in " ".join(ran.err.replace("│", " ").split())
+
+
+def test_bytes_on_stdin_are_no_problem(command: Command) -> None:
+    ran = command("explain", "--problem", "-", stdin=b"\xff\xfe\x00")
+    assert ran.code == 2
+    assert "stdin is no text" in ran.err
+
+
+def test_a_refused_fallback_leaves_nothing_and_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "error")
+    ran = command("explain", "--arch", "sm_90", "--backend", "auto")
+    assert ran.code == 1
+    assert "chosen none: no backend can run this" in ran.words
+    assert "FALLBACK FLASHDISPATCH_FALLBACK is error" in ran.words
+    plan = json.loads(command("explain", "--arch", "sm_90", "--json").out)
+    assert plan["chosen"] is None
+    reference = next(candidate for candidate in plan["candidates"] if candidate["name"] == "torch_reference")
+    assert [reason["code"] for reason in reference["reasons"]] == ["FALLBACK"]
+    assert command("explain", "--arch", "sm_90", "--backend", "torch_reference").code == 0
+    assert command("explain", "--arch", "cpu").code == 0
+
+
+def test_a_plugin_that_may_not_load_is_a_reason(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD", "1")
+    add_plugin("tiles", plugin_source("tiles"))
+    ran = command("explain", "--backend", "tiles")
+    assert ran.code == 1
+    assert "NOT_ALLOWED plugin is not allowed to load" in ran.words
 
 
 def test_a_problem_is_read_from_json_from_stdin_and_from_an_earlier_plan(command: Command) -> None:

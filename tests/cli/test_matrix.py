@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashdispatch.cli.matrix import END, START
+from flashdispatch.cli.matrix import END, EXAMPLES, START
 
 Command = Callable[..., Any]
 AddPlugin = Callable[[str, str], None]
@@ -81,6 +82,38 @@ def test_a_file_that_is_not_there_is_a_usage_error(command: Command, tmp_path: P
     ran = command("matrix", "--check", str(tmp_path / "nowhere.md"))
     assert ran.code == 2
     assert "there is no file" in ran.err
+
+
+@pytest.mark.parametrize("option", ["--check", "--write"])
+def test_a_file_that_is_no_text_is_a_usage_error_and_stays_as_it_is(
+    command: Command, tmp_path: Path, option: str
+) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\xff\xfe")
+    ran = command("matrix", option, str(path), width=400)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{path} is no UTF-8 text" in ran.err
+    assert path.read_bytes() == b"\x89PNG\xff\xfe"
+
+
+@pytest.mark.parametrize(("option", "method"), [("--check", "read_text"), ("--write", "write_text")])
+def test_a_file_that_may_not_be_used_is_a_usage_error(
+    command: Command, readme: Path, option: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, method, refused)
+    ran = command("matrix", option, str(readme), width=400)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{readme} can't be" in ran.err
+    assert "Permission denied" in ran.err
+
+
+def test_the_example_for_jq_names_what_is_there(command: Command) -> None:
+    found = re.search(r"jq '\.(\w+)\.(\w+)'", EXAMPLES)
+    assert found is not None
+    assert json.loads(command("matrix", "--json").out)[found[1]][found[2]]
 
 
 def test_two_outputs_exclude_each_other(command: Command) -> None:

@@ -50,6 +50,7 @@ def with_(name: str, value: object) -> Callable[[Case], bool]:
     return lambda case: getattr(case, name) == value
 
 
+GRADIENTS = (*(names for n in (1, 2, 3) for names in itertools.combinations("qkv", n)), ("attn_mask",), ("sinks",))
 EDGES: dict[str, Callable[[Case], bool]] = {
     "Sq < Sk, bottom-right": lambda c: c.seqlens[0] < c.seqlens[1] and c.causal is True,
     "Sq < Sk, top-left": lambda c: c.seqlens[0] < c.seqlens[1] and c.causal == "top_left",
@@ -82,14 +83,7 @@ EDGES: dict[str, Callable[[Case], bool]] = {
     "scale 0": lambda c: c.scale == 0.0,
     "scale negative": lambda c: c.scale is not None and c.scale < 0,
     "layout bhsd": lambda c: c.layout == "bhsd",
-    **{
-        f"gradients of {' and '.join(names)} alone": with_("needs_grad", names)
-        for names in (
-            *itertools.chain(*(itertools.combinations("qkv", n) for n in (1, 2, 3))),
-            ("attn_mask",),
-            ("sinks",),
-        )
-    },
+    **{f"gradients of {' and '.join(names)} alone": with_("needs_grad", names) for names in GRADIENTS},
     "forward only": lambda c: not c.grads,
     "LSE gradient alone": lambda c: not c.dout and c.dlse,
     "dropout of everything": lambda c: c.dropout_p == 1.0,

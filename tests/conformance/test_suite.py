@@ -313,8 +313,6 @@ def test_a_gross_fault_is_found_in_every_dtype(register: Register, case: str, dt
 
 
 def test_float32_is_judged_coarsely_and_says_so(register: Register) -> None:
-    assert run(register(OffByOnePercent()), dtype=torch.float32).outcome == "fail"
-    flashdispatch.unregister("fake")
     result = run(register(RoundedToFloat16()), "named/forward_only", torch.float32)
     assert result.outcome == "pass", result.report()
     assert result.stats["out"].max > 100  # recorded
@@ -391,9 +389,7 @@ def test_the_minimum_says_when_no_declared_device_is_here(register: Register) ->
         backend = register(Fake(), replace(SUPPORT, devices=frozenset({"xpu"})))
         device = "cpu"
 
-    with pytest.raises(
-        AssertionError, match="nothing was tested: fake declares devices \\['xpu'\\] and .* ran on 'cpu'"
-    ):
+    with pytest.raises(AssertionError, match=r"declares devices \['xpu'\], the suite ran on 'cpu'"):
         Elsewhere().test_the_minimum_is_supported()
 
 

@@ -217,14 +217,8 @@ def test_an_honest_tf32_kernel_breaks_no_gate(case: Case, rounding: str) -> None
 
 
 LONG = [
-    Case(
-        id="test/long_keys",
-        why="long sums of one sign in O and dQ",
-        heads=(1, 1),
-        seqlens=(8, 16384),
-        values="shifted_v",
-    ),
-    Case(id="test/long_queries", why="and in dK and dV", heads=(1, 1), seqlens=(16384, 8), values="shifted_v"),
+    Case(id="test/long_keys", why="long sums in O, dQ", heads=(1, 1), seqlens=(8, 16384), values="shifted_v"),
+    Case(id="test/long_queries", why="and in dK, dV", heads=(1, 1), seqlens=(16384, 8), values="shifted_v"),
 ]
 
 
@@ -302,7 +296,7 @@ def test_a_seeded_fault_breaks_the_coarse_verdict(fault: str, case: str, tensor:
     failures = run(BY_ID[case], torch.float32, fault)[tensor].failures
     structural = gate in ("finite", "exact")
     assert any(f.gate == gate if structural else f.message.startswith(f"{tensor}: {gate} of z") for f in failures)
-    assert structural or {failure.gate for failure in failures} <= {"float32_coarse", "finite"}
+    assert structural or "float32_coarse" in {failure.gate for failure in failures}
     with_tf32 = run(BY_ID[case], torch.float32, fault, "tf32")
     assert any(stats.failures for stats in with_tf32.values())
 

@@ -295,7 +295,7 @@ def test_a_plan_prints_as_its_table(qkv: Any) -> None:
     assert str(plan) == plan.table()
 
 
-@pytest.mark.parametrize(("arch", "hint"), [("h100", "sm_100"), ("sm90", "sm_90"), ("banana", "")])
+@pytest.mark.parametrize(("arch", "hint"), [("h100", ""), ("sm90", "sm_90"), ("SM-120", "sm_120"), ("banana", "")])
 def test_a_name_that_is_no_architecture_is_refused(qkv: Any, arch: str, hint: str) -> None:
     with pytest.raises(
         flashdispatch.InvalidRequestError, match=f"got '{arch}'.{f' Did you mean .{hint}' * bool(hint)}"
