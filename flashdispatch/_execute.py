@@ -5,7 +5,8 @@ The core owns autograd, autocast, the device guard and the output's strides, so 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -104,15 +105,16 @@ class Bound:
         """The common case, for which no context manager is paid: no autocast region, one GPU."""
         return not self.guard and (self.autocast is None or not torch.is_autocast_enabled(self.autocast))
 
-    def _around(self, tensor: Tensor) -> ExitStack:
+    @contextmanager
+    def _around(self, tensor: Tensor) -> Iterator[None]:
         """What a backend runs in: grad mode off, autocast off, the tensor's GPU current."""
-        around = ExitStack()
-        around.enter_context(torch.no_grad())
-        if self.autocast is not None and torch.is_autocast_enabled(self.autocast):
-            around.enter_context(torch.autocast(self.autocast, enabled=False))
-        if self.guard:
-            around.enter_context(torch.cuda.device(tensor.device))
-        return around
+        with ExitStack() as around:
+            around.enter_context(torch.no_grad())
+            if self.autocast is not None and torch.is_autocast_enabled(self.autocast):
+                around.enter_context(torch.autocast(self.autocast, enabled=False))
+            if self.guard:
+                around.enter_context(torch.cuda.device(tensor.device))
+            yield
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if tensor is None or tensor.shape != shape or tensor.dtype is not dtype:
