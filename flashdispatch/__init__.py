@@ -10,15 +10,8 @@ from importlib.metadata import version as _version
 from flashdispatch._attention import attention
 from flashdispatch._forcing import set_default_backend, use_backend
 from flashdispatch._merge import merge_attention
-from flashdispatch._plans import (
-    BackendStatus,
-    backends,
-    explain,
-    prepare,
-    register,
-    reload_settings,
-    unregister,
-)
+from flashdispatch._plans import explain, prepare, reload_settings
+from flashdispatch._registry import BackendStatus, backends, register, unregister
 from flashdispatch._sdpa import sdpa
 from flashdispatch_registry.errors import (
     BackendContractError,

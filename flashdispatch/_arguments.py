@@ -258,8 +258,8 @@ def _band(args: Arguments, sizes: _Sizes) -> Band:
     no_q_lens = args.kv_lens is not None and args.q_lens is None
     if band.is_causal and align == "bottom_right" and no_q_lens and sizes.seqlen_q > 1:
         _bad(
-            "causal=True with kv_lens and no q_lens: which query is the last one? Padding would shift the diagonal and "
-            "silently empty the first rows. Say which is meant:\n"
+            "a causal mask with kv_lens and no q_lens: which query is the last one? Padding would shift the diagonal "
+            "and silently empty the first rows. Say which is meant:\n"
             "  q_lens=kv_lens: queries are padded like the keys (self-attention)\n"
             f"  q_lens=torch.full_like(kv_lens, {sizes.seqlen_q}): all queries are real, and end where the keys end\n"
             "  (or causal='top_left': query i sees keys 0..i, whatever the lengths)",
@@ -381,11 +381,8 @@ def _dropout(args: Arguments) -> float:
                 f"shape {tuple(seed.shape)}, {seed.device}",
                 args,
             )
-    elif seed is not None:
-        if not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
-            _bad_type(f"dropout_seed must be an int or an int64 tensor (seed, offset), got {seed!r}", args)
-        if not -(2**63) <= seed < 2**64:
-            _bad(f"dropout_seed must fit 64 bits, got {seed}", args)
+    elif seed is not None and (not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool)):
+        _bad_type(f"dropout_seed must be an int or an int64 tensor (seed, offset), got {seed!r}", args)
     return dropout_p
 
 
@@ -435,15 +432,24 @@ def _adapters(args: Arguments, cast_to: torch.dtype | None) -> tuple[Adapter, ..
     found: list[Adapter] = []
     for name in ("q", "k", "v"):
         tensor = getattr(args, name)
-        numel = math.prod(_hint(size) for size in tensor.shape)
-        if cast_to is not None and tensor.dtype not in (cast_to, torch.float64):
-            why = f"autocast: {DTYPE_NAMES[tensor.dtype]} to {DTYPE_NAMES[cast_to]}"
-            found.append(Adapter("cast", name, numel * cast_to.itemsize, why))
+        dtype = tensor.dtype if cast_to is None or tensor.dtype is torch.float64 else cast_to
+        size = _numel(tensor) * dtype.itemsize
+        if dtype is not tensor.dtype:
+            found.append(Adapter("cast", name, size, _autocast(tensor.dtype, dtype)))
         if needs_copy(tensor):
-            found.append(
-                Adapter("copy", name, numel * tensor.element_size(), f"stride {tensor.stride(3)} in the last dim")
-            )
+            found.append(Adapter("copy", name, size, f"stride {tensor.stride(3)} in the last dim"))
+    mask = args.attn_mask
+    if mask is not None and cast_to is not None and mask.dtype not in (torch.bool, torch.float32, cast_to):
+        found.append(Adapter("cast", "attn_mask", _numel(mask) * cast_to.itemsize, _autocast(mask.dtype, cast_to)))
     return tuple(found)
+
+
+def _numel(tensor: Tensor) -> int:
+    return math.prod(_hint(size) for size in tensor.shape)
+
+
+def _autocast(have: torch.dtype, want: torch.dtype) -> str:
+    return f"autocast: {DTYPE_NAMES[have]} to {DTYPE_NAMES[want]}"
 
 
 def needs_copy(tensor: Tensor) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashdispatch import _execute, _forcing, _plans, _settings
+from flashdispatch import _execute, _forcing, _plans, _registry, _settings
 from flashdispatch._adapt import adapt, as_bshd
 from flashdispatch._arguments import Arguments, autocast_dtype, check, fp32_precision, refuse_forward_mode
-from flashdispatch._forcing import Names
+from flashdispatch._registry import Names
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Align
 from flashdispatch_registry.problem import Layout
@@ -115,14 +115,15 @@ def attention(
         sinks: (Hq,) float32 logits: one more softmax column whose value is zero. The LSE includes it.
         q_lens: (B,) int32 true query lengths. Rows past them give output 0 and LSE −inf; what they hold (also NaN)
             never matters.
-        kv_lens: (B,) int32 true key lengths, likewise.
+        kv_lens: (B,) int32 true key lengths, likewise. With causal=True and several queries q_lens must be given too.
         scale: softmax scale; None is 1/√D. Any finite float.
         softcap: c > 0: scores become c·tanh(S/c). None: off.
         dropout_p: probability of dropping an attention weight; kept ones are scaled by 1/(1 − p). Philox4x32-10 by
             position, so the mask is the same on every backend.
         dropout_seed: int, or an int64 tensor (seed, offset) on q's device. None draws one from torch's generator.
         layout: "bshd" or "bhsd", of q, k, v and the output.
-        return_lse: also return the LSE: float32 (B, Hq, Sq), natural log of the softmax denominator, before dropout.
+        return_lse: also return the LSE: (B, Hq, Sq) float32 (float64 for float64), natural log of the softmax
+            denominator, before dropout.
         deterministic: True: the backward is bitwise repeatable. None: what torch.use_deterministic_algorithms says.
         backend: name of the backend to run, or a chain "a,b". Strict: raises when it can't run this. None: see
             `use_backend` and FLASHDISPATCH_BACKEND; else chosen automatically.
@@ -139,6 +140,9 @@ def attention(
         NoBackendError: (NotImplementedError) nobody can run this; everyone's reasons.
         FallbackError: (RuntimeError) only a slow path is left on a GPU and FLASHDISPATCH_FALLBACK=error.
         ForwardModeError: (NotImplementedError) an input carries a forward-mode tangent.
+        SettingsError: (ValueError) an environment variable whose value means nothing.
+        BackendContractError: (RuntimeError) the backend returned what the contract does not allow.
+        SecondDerivativeError, RecomputeError: (RuntimeError) from the backward; see docs/contract.md.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), ALiBi (arXiv 2108.12409), attention
     sinks (arXiv 2309.17453).
@@ -177,7 +181,7 @@ def attention(
             type(causal), type(scale), type(return_lse), type(deterministic),  # True is 1 to a dict, and not to us
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
             fp32_precision() if kind == "cuda" and q.dtype is torch.float32 else None,
-            environment, disable, context, default, _plans.registry().generation,
+            environment, disable, context, default, _registry.registry().generation,
         )  # fmt: skip
         call = _plans.cache.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -198,7 +202,7 @@ def attention(
             return lower(args, asked, disable)
         call = _call(args, asked, disable)
         if key is not None:
-            _plans.remember(key, call)
+            _plans.remember(_plans.cache, key, call)
     if call.plain:
         extras = NO_EXTRAS
     else:

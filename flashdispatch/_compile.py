@@ -19,10 +19,11 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from flashdispatch import _execute, _plans, _settings
+from flashdispatch import _execute, _plans, _registry, _settings
 from flashdispatch._adapt import adapt
 from flashdispatch._arguments import Arguments, check, fp32_precision, refuse_forward_mode
-from flashdispatch._forcing import Asked, Names
+from flashdispatch._forcing import Asked
+from flashdispatch._registry import Names
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import Extras, Gradients, Needs
 from flashdispatch_registry.errors import BackendUnsupportedError, InvalidRequestError
@@ -30,7 +31,7 @@ from flashdispatch_registry.layout import dense_strides, empty_gradient, output_
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
 
-TRACED_NOTE = "traced: FLASHDISPATCH_* variables count as of trace time"
+TRACED_NOTE = "traced: which backend runs was settled at trace time, by the settings of then"
 
 
 class Attributes(NamedTuple):
@@ -130,9 +131,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _bound(q, k, v, extras, attributes)
     out, lse, saved = call.forward(q, k, v, extras)
     if call.problem.needs_backward:
-        if len(_recipes) >= RECIPES_LIMIT:  # dynamic lengths: one a length, and a backward is never far behind
-            del _recipes[next(iter(_recipes))]
-        _recipes[_recipe_key(call)] = _recipe(saved, q, k, v, extras, out, lse, call)
+        # Bounded: with dynamic lengths there is one a length, and a backward is never thousands of lengths behind.
+        _plans.remember(_recipes, _recipe_key(call), _recipe(saved, q, k, v, extras, out, lse, call))
     if not _has_lse(attributes):
         lse = None
     return out, lse if lse is not None else q.new_empty(0, dtype=_execute.lse_dtype(q.dtype))
@@ -157,8 +157,8 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
     call = _bound(q, k, v, extras, attributes)
     named = _named(q, k, v, extras, out, lse)
     saved = tuple(cast("Tensor", named[name]) for name in _recipes[_recipe_key(call)])
-    gradients = call.backward(saved, dout, dlse, needs, (q, k, v, extras.attn_mask, extras.sinks))
     like = (q, k, v, extras.attn_mask, extras.sinks)
+    gradients = call.backward(saved, dout, dlse, needs, like)
     return tuple(_strided(gradient, tensor, q) for gradient, tensor in zip(gradients, like, strict=True))
 
 
@@ -218,10 +218,6 @@ _backward_op = torch.library.custom_op(
 _backward_op.register_fake(_backward_fake)
 
 
-_calls: dict[Any, _execute.Bound] = {}
-
-RECIPES_LIMIT = 1 << 16
-
 _recipes: dict[tuple[str | None, Problem], tuple[str, ...]] = {}
 """How a backend's `saved` is made of the call's own tensors, learnt in the forward and used in the backward."""
 
@@ -237,9 +233,9 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attribut
     precision = fp32_precision() if q.dtype is torch.float32 and q.device.type == "cuda" else "ieee"
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, v.shape, None if mask is None else (mask.shape, mask.dtype),
-        *(tensor is None for tensor in extras), *attributes, precision, _plans.registry().generation,
+        *(tensor is None for tensor in extras), *attributes, precision, _registry.registry().generation,
     )  # fmt: skip
-    call = _calls.get(key)
+    call: _execute.Bound | None = _plans.traced_cache.get(key)
     if call is None:
         problem = Problem(
             arch=arch_of(q.device),
@@ -269,9 +265,7 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attribut
         )
         plan, backend = _plans.commit_traced(problem, attributes.backend)
         call = _execute.bound(plan, backend, q, check=_settings.read().check)
-        if len(_calls) >= _plans.CACHE_LIMIT:
-            _calls.clear()
-        _calls[key] = call
+        _plans.remember(_plans.traced_cache, key, call)
     return call
 
 

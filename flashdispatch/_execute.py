@@ -62,6 +62,10 @@ class Bound:
         self._check("out", out, self.out_shape, self.problem.dtype)
         if self.problem.return_lse or self.problem.needs_grad:
             self._check("lse", lse, self.lse_shape, lse_dtype(self.problem.dtype))
+        if lse is not None and not lse.is_contiguous():
+            dense = lse.contiguous()
+            saved = tuple(dense if tensor is lse else tensor for tensor in saved)
+            lse = dense
         if out.stride() != self.out_strides:
             # The same values in the promised strides: compiled code and the caller's view() rely on them.
             dense = torch.empty_strided(out.shape, self.out_strides, dtype=out.dtype, device=out.device)
@@ -182,7 +186,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        """FlashAttention-2's backward (arXiv 2307.08691, Algorithm 2) as the backend runs it."""
+        """The gradients of q, k, v, attn_mask and sinks, as far as they are needed."""
         if dout is None and dlse is None:
             return (None,) * 7
         marker, *kept = ctx.saved_tensors

@@ -18,14 +18,11 @@ from typing import NamedTuple
 import torch
 
 from flashdispatch import _settings
+from flashdispatch._registry import AUTO, Names, check_registered
 from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError, SettingsError
 from flashdispatch_registry.plan import Forced, Source
 
 log = logging.getLogger("flashdispatch")
-
-Names = tuple[str, ...]
-
-AUTO: Names = ("auto",)
 
 _context: ContextVar[Names | None] = ContextVar("flashdispatch_backend", default=None)
 
@@ -63,7 +60,8 @@ def use_backend(names: str | Names) -> Iterator[None]:
     blocks, or a block reaches another thread through copied context (`asyncio.to_thread`), only eager calls follow:
     give compiled ones `backend=`.
 
-    Raises UnknownBackendError at once when a name is not registered.
+    Entering the block raises UnknownBackendError when a name is not registered, and InvalidTypeError or
+    InvalidRequestError for what is no name.
     """
     chain = parse(names)
     if (
@@ -76,8 +74,6 @@ def use_backend(names: str | Names) -> Iterator[None]:
         finally:
             mirror.names = before
         return
-    from flashdispatch._plans import check_registered
-
     check_registered(chain, "use_backend()")
     token = _context.set(chain)
     mirror.names = chain
@@ -92,13 +88,11 @@ def use_backend(names: str | Names) -> Iterator[None]:
 def set_default_backend(names: str | Names | None) -> None:
     """Sets what every call of this process runs unless somebody says otherwise; None goes back to automatic.
 
-    Raises UnknownBackendError when a name is not registered.
+    Raises UnknownBackendError when a name is not registered, InvalidTypeError or InvalidRequestError for what is none.
     """
     global _default
     chain = None if names is None else parse(names)
     if chain is not None:
-        from flashdispatch._plans import check_registered
-
         check_registered(chain, "set_default_backend()")
     _default = chain
 

@@ -30,6 +30,7 @@ def merge_attention(
 
     Raises:
         InvalidRequestError: (ValueError) shapes, dtypes or devices that don't fit each other.
+        InvalidTypeError: (TypeError) something that is no tensor.
     """
     for name, tensor in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2)):
         if not isinstance(tensor, Tensor):
@@ -46,10 +47,12 @@ def merge_attention(
             f"{tuple(out1.shape)} and {tuple(out2.shape)}, LSEs {tuple(lse1.shape)} and {tuple(lse2.shape)}, layout "
             f"{layout!r}"
         )
-    if out1.dtype is not out2.dtype or lse1.dtype is not lse2.dtype or out1.device != out2.device:
+    devices = {tensor.device for tensor in (out1, lse1, out2, lse2)}
+    floating = out1.is_floating_point() and lse1.is_floating_point()
+    if out1.dtype is not out2.dtype or lse1.dtype is not lse2.dtype or len(devices) > 1 or not floating:
         raise InvalidRequestError(
-            f"merge_attention needs one dtype and device: outputs {out1.dtype} {out1.device} and {out2.dtype} "
-            f"{out2.device}, LSEs {lse1.dtype} and {lse2.dtype}"
+            f"merge_attention needs one floating dtype and one device: outputs {out1.dtype} {out1.device} and "
+            f"{out2.dtype} {out2.device}, LSEs {lse1.dtype} {lse1.device} and {lse2.dtype} {lse2.device}"
         )
     # m is a constant of the derivative (it cancels); 0 where neither part saw a key, so that no −inf − −inf appears.
     m = torch.maximum(lse1, lse2).detach()

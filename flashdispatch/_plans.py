@@ -1,105 +1,51 @@
-"""From a call to its plan: the process-wide registry, the settings in force, the choice, and what happens around it."""
+"""From a call to its plan: the settings in force, the choice, the caches, and what happens around a choice."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashdispatch import _forcing, _settings
 from flashdispatch._arguments import Arguments, check
-from flashdispatch._forcing import Asked, Names
-from flashdispatch_registry.arch import arch_of, check_arch, device_type_of
-from flashdispatch_registry.backend import Backend, BackendSpec
-from flashdispatch_registry.errors import (
-    BackendLoadError,
-    FallbackWarning,
-    InvalidTypeError,
-    UnknownBackendError,
-)
+from flashdispatch._forcing import Asked
+from flashdispatch._registry import Names, registry
+from flashdispatch_registry.arch import check_arch
+from flashdispatch_registry.backend import Backend
+from flashdispatch_registry.errors import BackendLoadError, FallbackWarning, InvalidTypeError
 from flashdispatch_registry.plan import Adapter, Forced, Plan
-from flashdispatch_registry.plugins import Registry
 from flashdispatch_registry.problem import Problem
-from flashdispatch_registry.reasons import Code, Reason
 from flashdispatch_registry.select import Entry, nearest, require, select
-from flashdispatch_registry.versions import versions_line
 
 log = logging.getLogger("flashdispatch")
 
-_lock = threading.Lock()
-_registry: Registry | None = None
-
 CACHE_LIMIT = 4096
-"""Cached calls; beyond it the oldest half goes."""
+"""Entries of a cache; beyond it the oldest half goes."""
 
 cache: dict[Any, Any] = {}
-"""A call's metadata, the registry's generation among it -> what runs it. Emptied by `reload_settings`."""
+"""An eager call's metadata, the registry's generation among it -> what runs it."""
 
-
-def registry() -> Registry:
-    """The process's registry. Made on first use, so that importing flashdispatch discovers nothing."""
-    global _registry
-    if _registry is None:
-        with _lock:
-            if _registry is None:
-                _settings.warn_unknown()
-                _registry = Registry(_settings.plugin_policy())
-    return _registry
-
-
-def register(spec: BackendSpec) -> None:
-    """Adds a backend at run time, without packaging.
-
-    Raises PluginError when the name is taken or the spec was written for another version of the contract,
-    InvalidTypeError when it is no BackendSpec.
-    """
-    if not isinstance(spec, BackendSpec):
-        raise InvalidTypeError(f"register() takes a BackendSpec, got {type(spec).__name__}")
-    registry().register(spec)
-
-
-def unregister(name: str) -> None:
-    """Takes out a backend that `register` added.
-
-    Raises UnknownBackendError when there is none of that name, PluginError when an installed plugin brings it.
-    """
-    _check_names((name,), "unregister()")
-    registry().unregister(name)
+traced_cache: dict[Any, Any] = {}
+"""The same for calls out of a traced graph."""
 
 
 def reload_settings() -> None:
     """Reads the environment again and forgets all cached plans.
 
-    Needed only after changing a variable other than FLASHDISPATCH_BACKEND and FLASHDISPATCH_DISABLE in a running
-    process. Plugins stay as they were discovered.
+    Needed only after changing FLASHDISPATCH_FALLBACK or FLASHDISPATCH_CHECK in a running process. Plugins stay as they
+    were discovered.
+
+    Raises SettingsError for a value that means nothing.
     """
     _settings.read()
     _settings.warn_unknown()
     cache.clear()
-
-
-def check_registered(names: Names, source: str) -> None:
-    """Raises UnknownBackendError when one of `names` is not registered; ``"auto"`` needs no registration."""
-    if names != _forcing.AUTO:
-        _check_names(names, source)
-
-
-def _check_names(names: Names, source: str) -> None:
-    known = [entry.name for entry in registry().entries()]
-    for name in names:
-        if name not in known:
-            raise UnknownBackendError(
-                f"no backend is called {name!r} (asked for by {source}).{nearest(str(name), known)}\n"
-                f"  registered: {', '.join(known) or 'none'}\n"
-                f"  versions: {versions_line()}"
-            )
+    traced_cache.clear()
 
 
 def plan_for(
@@ -168,12 +114,12 @@ def commit_traced(problem: Problem, name: str) -> tuple[Plan, Backend]:
     return plan, known.load(require(plan))
 
 
-def remember(key: Any, call: Any) -> None:
-    """Caches one call."""
-    if len(cache) >= CACHE_LIMIT:
-        for old in list(cache)[: CACHE_LIMIT // 2]:
-            cache.pop(old, None)
-    cache[key] = call
+def remember(where: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps one entry in a bounded cache."""
+    if len(where) >= CACHE_LIMIT:
+        for old in list(where)[: CACHE_LIMIT // 2]:
+            where.pop(old, None)
+    where[key] = value
 
 
 def explain(
@@ -191,7 +137,7 @@ def explain(
     another architecture, on a machine that has none. `Plan.chosen` is None when nothing can run: reading reasons raises
     nothing.
 
-    Raises what bad arguments raise in `attention`, UnknownBackendError and DisabledBackendError.
+    Raises what bad arguments raise in `attention`, UnknownBackendError, DisabledBackendError and SettingsError.
     """
     asked, disable = ask(backend)
     if arch is not None:
@@ -237,66 +183,6 @@ def ask(backend: str | Names | None) -> tuple[Asked, str | None]:
     """Everybody who may name a backend, and FLASHDISPATCH_DISABLE, as of now."""
     asked = Asked(backend, os.environ.get(_settings.BACKEND), _forcing.context(), _forcing.default())
     return asked, os.environ.get(_settings.DISABLE)
-
-
-@dataclass(frozen=True, slots=True)
-class BackendStatus:
-    """One backend on this machine: ready, or why not."""
-
-    name: str
-    distribution: str
-    version: str
-    reasons: tuple[Reason, ...]
-    spec: BackendSpec | None
-    """What it declares; None when its plugin failed to load."""
-
-    @property
-    def ready(self) -> bool:
-        """True when it can run something here."""
-        return not self.reasons
-
-
-def backends() -> tuple[BackendStatus, ...]:
-    """Every registered backend, ready on this machine or with the reasons why not.
-
-    Imports no kernel language and starts no CUDA context: until something else has started one, a GPU counts as one of
-    unknown architecture.
-    """
-    arches = _arches()
-    disabled = frozenset(_settings.names(ask(None)[1] or ""))
-    return tuple(
-        BackendStatus(entry.name, entry.distribution, entry.version, _here(entry, arches, disabled), entry.spec)
-        for entry in registry().entries()
-    )
-
-
-def _arches() -> list[str]:
-    devices = [torch.device("cpu")]
-    started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch ships it without types
-    if started:
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    unknown = ["cuda"] if torch.cuda.is_available() and not started else []
-    return [arch_of(device) for device in devices] + unknown
-
-
-def _here(entry: Entry, arches: Sequence[str], disabled: frozenset[str]) -> tuple[Reason, ...]:
-    reasons = list(entry.faults)
-    if entry.name in disabled:
-        reasons.append(
-            Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", "unset FLASHDISPATCH_DISABLE")
-        )
-    if entry.spec is not None:
-        support = entry.spec.support
-        mine = [arch for arch in arches if device_type_of(arch) in support.devices]
-        if not mine:
-            wanted = " or ".join(sorted(support.devices))
-            reasons.append(Reason(Code.DEVICE, "device", f"no {wanted} device here", wanted))
-        elif all(support.impossible_on(arch) for arch in mine):
-            reasons += [
-                Reason(Code.ARCH_IMPOSSIBLE, "arch", arch, f"other architectures: {support.impossible_on(arch)}")
-                for arch in mine
-            ]
-    return tuple(reasons)
 
 
 _events: set[tuple[Any, ...]] = set()

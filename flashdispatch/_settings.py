@@ -1,7 +1,7 @@
 """Environment variables: what each means, what it may say, and which ones look like ours and are not.
 
 `FLASHDISPATCH_BACKEND` and `FLASHDISPATCH_DISABLE` are read on every call (see `_forcing`), so that a change in a
-running process counts at once. The rest is read when a plan is made.
+running process counts at once. FALLBACK and CHECK are read when a plan is made, the plugin variables at first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KNOWN: Mapping[str, str] = {
     DISABLE: "never run these backends (a,b); beats everything",
     "FLASHDISPATCH_FALLBACK": "error, warn (default) or allow: only an unfused or quadratic backend can run on a GPU",
     "FLASHDISPATCH_CHECK": "1: check lengths on a GPU too, which synchronises",
-    "FLASHDISPATCH_PLUGINS": "load only these third-party plugins (a,b: entry points or distributions)",
+    "FLASHDISPATCH_PLUGINS": "load only these third-party plugins (a,b: entry points or distributions; empty: none)",
     "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1: load no third-party plugin that FLASHDISPATCH_PLUGINS does not name",
     "FLASHDISPATCH_STRICT_PLUGINS": "1: a broken plugin raises instead of being passed over",
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashdispatch
-from flashdispatch import _forcing, _plans, _settings
+from flashdispatch import _forcing, _plans, _registry, _settings
 from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, HeadDims, Needs, Problem, Support
 
 torch.set_num_threads(2)
@@ -23,8 +23,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith(_settings.PREFIX):
             monkeypatch.delenv(name)
-    for seen in (_settings._warned, _forcing._logged, _plans._events, _plans._unknown_disabled, _plans.cache):
+    for seen in (_settings._warned, _forcing._logged, _plans._events, _plans._unknown_disabled):
         seen.clear()
+    flashdispatch.reload_settings()
     torch.manual_seed(0)
     yield
     flashdispatch.set_default_backend(None)
@@ -57,14 +58,14 @@ class Spy:
     def forward(self, problem: Problem, q: Any, k: Any, v: Any, extras: Extras) -> Forward:
         self._state()
         self.problems.append(problem)
-        return _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
+        return _registry.registry().load("torch_reference").forward(problem, q, k, v, extras)
 
     def backward(self, problem: Problem, saved: Any, dout: Any, dlse: Any, needs: Needs) -> Gradients:
         self._state()
         self.backwards.append(needs)
         self.dlse.append(dlse)
         self.dout_strides.append(dout.stride())
-        return _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+        return _registry.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
 
     def prepare(self, problem: Problem) -> None:
         self.prepared.append(problem)
@@ -115,7 +116,7 @@ def add_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[AddBackend]:
         return backend
 
     yield add
-    left = {entry.name for entry in _plans.registry().entries()}
+    left = {entry.name for entry in _registry.registry().entries()}
     for name in left.intersection(added):
         flashdispatch.unregister(name)
 

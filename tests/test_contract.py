@@ -6,13 +6,17 @@ every backend to the same points in its own dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import flashdispatch
 from flashdispatch import attention, explain
+from flashdispatch_backends import torch_reference
 from flashdispatch_conformance.oracle import truth
 from flashdispatch_registry import Extras
 
@@ -115,7 +119,8 @@ class TestOrder:
 
 
 class TestCausal:
-    @pytest.mark.parametrize("sizes", [(1, 8), (2, 5), (5, 2), (9, 9), (4, 9), (8, 4)], ids=str)  # B11, B13, B14
+    # pytorch/pytorch#103082, ml-explore/mlx#2835, Dao-AILab/flash-attention#1778
+    @pytest.mark.parametrize("sizes", [(1, 8), (2, 5), (5, 2), (9, 9), (4, 9), (8, 4)], ids=str)
     def test_true_is_bottom_right(self, f64: Any, sizes: tuple[int, int]) -> None:
         seqlen_q, seqlen_k = sizes
         q, k, v = f64(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -147,7 +152,8 @@ class TestWindow:
     def test_both_ends_are_inclusive(self, f64: Any, window: Any, causal: Any) -> None:
         check(*f64(seqlen_q=6, seqlen_k=9), window=window, causal=causal)
 
-    def test_the_number_of_visible_keys_is_left_plus_one(self) -> None:  # B16
+    # vllm-project/vllm#3385
+    def test_the_number_of_visible_keys_is_left_plus_one(self) -> None:
         q, k, v = torch.zeros(1, 64, 1, 8), torch.zeros(1, 64, 1, 8), torch.ones(1, 64, 1, 8)
         _, lse = attention(q, k, v, causal=True, window=(15, None), return_lse=True)
         counts = lse.exp().round().int().flatten().tolist()
@@ -163,7 +169,8 @@ class TestAttnMask:
     def test_bool_masks_attend_where_true_and_are_anded(self, f64: Any, shape: Any) -> None:
         check(*f64(), attn_mask=torch.rand(shape) > 0.4, causal=True, kv_lens=lens(9, 4), q_lens=lens(9, 9))
 
-    def test_float32_masks_go_with_16_bit_inputs_and_are_added_in_float32(self, qkv: Any) -> None:  # B59
+    # jax-ml/jax#32242
+    def test_float32_masks_go_with_16_bit_inputs_and_are_added_in_float32(self, qkv: Any) -> None:
         q, k, v = qkv(dtype=torch.bfloat16, requires_grad=True)
         mask = (torch.randn(1, 4, 9, 9) * 1e-3).requires_grad_()
         attention(q, k, v, attn_mask=mask).sum().backward()
@@ -180,7 +187,8 @@ class TestAttnMask:
         assert torch.isneginf(lse[..., 0]).all()
         assert torch.isfinite(lse[..., 1]).all()
 
-    def test_a_mask_that_differs_by_query_is_not_reduced_to_padding(self, f64: Any) -> None:  # B128
+    # huggingface/diffusers#12605
+    def test_a_mask_that_differs_by_query_is_not_reduced_to_padding(self, f64: Any) -> None:
         q, k, v = f64()
         mask = torch.eye(9, dtype=torch.bool)
         out, _ = check(q, k, v, attn_mask=mask)
@@ -249,8 +257,9 @@ class TestEmptyRows:
 
 
 class TestScaleAndSoftcap:
+    # pytorch/pytorch#105202, pytorch/pytorch#174049
     @pytest.mark.parametrize("scale", [None, 0.5, 1, 0.0, -0.125])
-    def test_any_finite_scale(self, f64: Any, scale: Any) -> None:  # B62, B107
+    def test_any_finite_scale(self, f64: Any, scale: Any) -> None:
         check(*f64(), scale=scale)
 
     def test_default_scale_uses_the_true_head_dim(self, f64: Any) -> None:
@@ -283,9 +292,10 @@ class TestLse:
         dropped = attention(q, k, v, return_lse=True, dropout_p=0.5, dropout_seed=1)[1]
         assert torch.equal(dropped, lse)
 
+    # flashinfer-ai/flashinfer#50
     def test_asking_for_the_lse_does_not_change_the_output(self, qkv: Any) -> None:
         inputs = qkv(dtype=torch.bfloat16)
-        assert torch.equal(attention(*inputs), attention(*inputs, return_lse=True)[0])  # B92
+        assert torch.equal(attention(*inputs), attention(*inputs, return_lse=True)[0])
 
 
 class TestDropout:
@@ -330,7 +340,8 @@ class TestDtypes:
         assert {out.dtype, q.grad.dtype, k.grad.dtype, v.grad.dtype} == {dtype}
         assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
 
-    def test_all_logits_at_minus_120_are_ordinary(self, f64: Any) -> None:  # B01, B02, B35
+    # pytorch/pytorch#196678, NVIDIA/cudnn-frontend#1072, NVIDIA/cudnn-frontend#160
+    def test_all_logits_at_minus_120_are_ordinary(self, f64: Any) -> None:
         q, k, v = f64(seqlen_q=5, seqlen_k=65, head_dim=64)
         q, k = q * 0.1, k * 0.1
         q[..., 0], k[..., 0] = 1.0, -120 * 8.0
@@ -354,7 +365,7 @@ class TestDeterminism:
             assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
 
 
-class TestDeviceValues:
+class TestRefusals:
     def test_what_no_backend_declares_is_refused_with_reasons_never_ignored(self, qkv: Any, add_backend: Any) -> None:
         undeclared: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             "window": ({"window": False}, {"window": (1, 1)}, "WINDOW"),
@@ -373,3 +384,112 @@ class TestDeviceValues:
             with pytest.raises(flashdispatch.BackendUnsupportedError, match=code):
                 attention(*qkv(), backend=f"no_{name}", **arguments)
             assert spy.problems == []
+
+
+class TestDeviceValues:
+    """On the device "meta" no value can be read: whatever tries raises. There the whole path runs, as on a GPU."""
+
+    @pytest.fixture
+    def call(self, add_backend: Any) -> Any:
+        add_backend("meta_reference", devices=frozenset({"meta"}))
+
+        def call() -> Any:
+            def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+                return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+            q, k, v, mask, sinks = meta(2, 9, 4, 16), meta(2, 9, 2, 16), meta(2, 9, 2, 16), meta(2, 1, 9, 9), meta(4)
+            lengths, slopes = meta(2, dtype=torch.int32), meta(4).detach()
+            results = attention(
+                q, k, v, causal=True, window=(5, None), attn_mask=mask, alibi_slopes=slopes, sinks=sinks,
+                q_lens=lengths, kv_lens=lengths, softcap=9.0, dropout_p=0.5, return_lse=True,
+                dropout_seed=meta(2, dtype=torch.int64), backend="meta_reference",
+            )  # fmt: skip
+            return torch.autograd.grad(results, (q, k, v, mask, sinks), [torch.empty_like(r) for r in results])
+
+        return call
+
+    def test_they_are_not_read_on_the_host_forward_or_backward(self, call: Any) -> None:
+        for _ in range(2):  # the second call comes from the cache
+            assert [tuple(gradient.shape) for gradient in call()] == [
+                (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 1, 9, 9), (4,)
+            ]  # fmt: skip
+
+    def test_lengths_are_read_only_when_asked(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FLASHDISPATCH_CHECK", "1")
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            call()
+
+    def test_lengths_on_the_cpu_are_checked(self, f64: Any) -> None:
+        with pytest.raises(flashdispatch.InvalidRequestError, match=r"within 0\.\.9, got values from 1 to 10"):
+            attention(*f64(), kv_lens=lens(1, 10))
+
+
+class TestDerivatives:
+    def test_a_second_raises(self, f64: Any) -> None:
+        q, k, v = f64(requires_grad=True)
+        (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+        with pytest.raises(flashdispatch.SecondDerivativeError):
+            dq.sum().backward()
+
+    def test_a_forward_mode_tangent_raises(self, f64: Any) -> None:
+        q, k, v = f64()
+        with forward_ad.dual_level(), pytest.raises(flashdispatch.ForwardModeError):
+            attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+    def test_torch_func_is_refused(self, f64: Any) -> None:
+        q, k, v = f64()
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+
+    def test_activation_checkpointing_gives_the_same_gradients(self, f64: Any) -> None:
+        inputs = f64(requires_grad=True)
+        wanted = torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+        out = checkpoint(attention, *inputs, use_reentrant=False)
+        for one, other in zip(torch.autograd.grad(out.square().sum(), inputs), wanted, strict=True):
+            assert torch.equal(one, other)
+
+    def test_a_recompute_on_another_backend_raises(self, f64: Any, add_backend: Any) -> None:
+        add_backend("other", priority={"*": -1})
+        with flashdispatch.use_backend("other"):
+            out = checkpoint(attention, *f64(requires_grad=True), use_reentrant=False)
+        with pytest.raises(flashdispatch.RecomputeError):
+            out.sum().backward()
+
+
+class Spoilt:
+    """The reference, whose results are changed before they are returned."""
+
+    def __init__(self, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.changes = changes
+
+    def _spoil(self, results: Any) -> Any:
+        mine = {name: change for name, change in self.changes.items() if name in results._fields}
+        return results._replace(**{name: change(getattr(results, name)) for name, change in mine.items()})
+
+    def forward(self, *arguments: Any) -> Any:
+        return self._spoil(torch_reference.forward(*arguments))
+
+    def backward(self, *arguments: Any) -> Any:
+        return self._spoil(torch_reference.backward(*arguments))
+
+    def prepare(self, problem: Any) -> None: ...
+
+
+class TestResults:
+    @pytest.mark.parametrize("name", ["out", "lse", "q", "k", "v"])
+    @pytest.mark.parametrize(
+        "change", [lambda t: t[:, :-1], lambda t: t.half()], ids=["another shape", "another dtype"]
+    )
+    def test_another_shape_or_dtype_raises(self, f64: Any, add_backend: Any, name: str, change: Any) -> None:
+        add_backend("spoilt", backend=Spoilt(**{name: change}))
+        inputs = f64(requires_grad=True)
+        said = name if name in ("out", "lse") else f"d{name}"
+        with pytest.raises(flashdispatch.BackendContractError, match=f"backend spoilt returned {said} "):
+            torch.autograd.grad(attention(*inputs, return_lse=True, backend="spoilt")[0].sum(), inputs)
+
+    def test_other_output_strides_are_put_right(self, f64: Any, add_backend: Any) -> None:
+        add_backend("spoilt", backend=Spoilt(out=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)))
+        inputs = f64()
+        out = attention(*inputs, backend="spoilt")
+        assert out.stride() == torch.empty_like(inputs[0]).stride()
+        assert torch.equal(out, attention(*inputs))

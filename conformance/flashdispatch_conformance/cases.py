@@ -125,7 +125,7 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/length_65", why="S = 65: a tile and one row", seqlens=(65, 65), causal=True),
     Case(
         id="named/length_704_minus_120",
-        why="B01 pytorch/pytorch#196678: S % 128 = 64 with every score near -120 made dQ NaN",
+        why="pytorch/pytorch#196678: S % 128 = 64 with every score near -120 made dQ NaN",
         heads=(1, 1),
         seqlens=(704, 704),
         mask=Mask(shape=(1, 1, 704, 704), pattern="all_true"),
@@ -133,20 +133,20 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/length_137",
-        why="B07 meta-pytorch/attention-gym#50: 128 rows right, the last 9 wrong",
+        why="meta-pytorch/attention-gym#50: 128 rows right, the last 9 wrong",
         heads=(1, 1),
         seqlens=(137, 137),
         causal=True,
     ),
     Case(
         id="named/length_192_d16",
-        why="B04 jax-ml/jax#27224: right only for multiples of a block of 128",
+        why="jax-ml/jax#27224: right only for multiples of a block of 128",
         seqlens=(192, 192),
         dims=(16, 16),
     ),
     Case(
         id="named/keys_200_minus_120",
-        why="B05 flashinfer-ai/flashinfer#5090: keys past the end got weight exp(0)",
+        why="flashinfer-ai/flashinfer#5090: keys past the end got weight exp(0)",
         seqlens=(33, 200),
         dims=(128, 128),
         values="logits_minus_120",
@@ -155,7 +155,7 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/no_queries", why="Sq = 0: nothing comes out, dK and dV are 0", seqlens=(0, 5)),
     Case(
         id="named/batch_60",
-        why="B103 tile-ai/tilelang-ascend#949: wrong only with many blocks in the grid",
+        why="tile-ai/tilelang-ascend#949: wrong only with many blocks in the grid",
         batch=60,
         heads=(1, 1),
         seqlens=(17, 17),
@@ -167,19 +167,19 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/cross_tall", why="Sq > Sk without a mask", seqlens=(113, 45), values="shifted_v"),
     Case(
         id="named/causal_wide",
-        why="B13 ml-explore/mlx#2835: Sq < Sk, bottom-right: the last query sees every key",
+        why="ml-explore/mlx#2835: Sq < Sk, bottom-right: the last query sees every key",
         seqlens=(37, 101),
         causal=True,
     ),
     Case(
         id="named/causal_wide_top_left",
-        why="B13: Sq < Sk, top-left: nobody sees the last keys, whose gradients are 0",
+        why="ml-explore/mlx#2835: Sq < Sk, top-left: nobody sees the last keys, whose gradients are 0",
         seqlens=(37, 101),
         causal="top_left",
     ),
     Case(
         id="named/causal_tall",
-        why="B14 Dao-AILab/flash-attention#1778: Sq > Sk, bottom-right: the first rows see nothing",
+        why="Dao-AILab/flash-attention#1778: Sq > Sk, bottom-right: the first rows see nothing",
         seqlens=(101, 37),
         causal=True,
     ),
@@ -191,7 +191,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/causal_5_2",
-        why="B11 pytorch/pytorch#103082: rows 0 to 2 of (5, 2) see nothing",
+        why="pytorch/pytorch#103082: rows 0 to 2 of (5, 2) see nothing",
         seqlens=(5, 2),
         dims=(8, 8),
         causal=True,
@@ -199,7 +199,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/decode_minus_120",
-        why="B02 NVIDIA/cudnn-frontend#1072: one query, scores near -122, dK and dV were NaN",
+        why="NVIDIA/cudnn-frontend#1072: one query, scores near -122, dK and dV were NaN",
         heads=(1, 1),
         seqlens=(1, 128),
         dims=(128, 128),
@@ -207,14 +207,14 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/decode_causal",
-        why="B11, B26: one causal query sees every key, not key 0 alone",
+        why="pytorch/pytorch#103082, thu-ml/SageAttention#372: one causal query sees every key, not key 0 alone",
         heads=(8, 2),
         seqlens=(1, 65),
         causal=True,
     ),
     Case(
         id="named/decode_lens_gqa",
-        why="B08 tile-ai/tilelang#290: decode with key lengths that are no multiple of a block",
+        why="tile-ai/tilelang#290: decode with key lengths that are no multiple of a block",
         batch=3,
         heads=(8, 2),
         seqlens=(1, 100),
@@ -224,13 +224,19 @@ NAMED: tuple[Case, ...] = (
     ),
     # Head dims
     Case(id="named/d8", why="the smallest head dim in use", seqlens=(65, 65), dims=(8, 8), causal=True),
-    Case(id="named/d40", why="B67: D = 40 is padded inside a kernel", seqlens=(65, 65), dims=(40, 40), causal=True),
-    Case(id="named/d63", why="B10 66RING/tiny-flash-attention#12: an odd head dim", seqlens=(33, 33), dims=(63, 63)),
+    Case(
+        id="named/d40",
+        why="Dao-AILab/flash-attention#2552: D = 40 is padded inside a kernel, and Dv / 2 is no multiple of 32",
+        seqlens=(65, 65),
+        dims=(40, 40),
+        causal=True,
+    ),
+    Case(id="named/d63", why="66RING/tiny-flash-attention#12: an odd head dim", seqlens=(33, 33), dims=(63, 63)),
     Case(id="named/d96", why="D = 96 (Phi-3)", seqlens=(65, 65), dims=(96, 96), causal=True),
     Case(id="named/d128", why="D = 128 (Llama, Qwen, Mistral)", seqlens=(65, 65), dims=(128, 128), causal=True),
     Case(
         id="named/d256_outliers",
-        why="B68 NVIDIA/TransformerEngine#3216: dQ wrong at D = 256, batch 2, outlier channels (Gemma)",
+        why="NVIDIA/TransformerEngine#3216: dQ wrong at D = 256, batch 2, outlier channels (Gemma)",
         batch=2,
         heads=(4, 1),
         seqlens=(33, 33),
@@ -240,7 +246,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/d128_dv96",
-        why="B67 Dao-AILab/flash-attention#2552: dV wrong when Dv / 2 is no multiple of 32",
+        why="Dao-AILab/flash-attention#2552: dV wrong when Dv / 2 is no multiple of 32",
         seqlens=(65, 65),
         dims=(128, 96),
         causal=True,
@@ -256,20 +262,20 @@ NAMED: tuple[Case, ...] = (
     # Grouped query heads
     Case(
         id="named/gqa_8_2",
-        why="B86 ModelTC/LightX2V#1472: grouped heads; gradients are summed over the group",
+        why="ModelTC/LightX2V#1472: grouped heads; gradients are summed over the group",
         heads=(8, 2),
         seqlens=(33, 65),
         causal=True,
     ),
     Case(id="named/gqa_6_3", why="a group that is no power of two of heads", heads=(6, 3), seqlens=(33, 33)),
-    Case(id="named/mqa_4_1", why="B88 pytorch/pytorch#191085: one KV head", batch=2, heads=(4, 1), seqlens=(33, 33)),
+    Case(id="named/mqa_4_1", why="pytorch/pytorch#191085: one KV head", batch=2, heads=(4, 1), seqlens=(33, 33)),
     # Windows
     Case(id="named/window_0_0", why="every query sees its own position only", window=(0, 0), dlse=True),
     Case(id="named/window_1_1", why="three keys around each position", seqlens=(65, 65), window=(1, 1)),
     Case(id="named/window_63", why="one key fewer than a tile", seqlens=(130, 130), causal=True, window=(63, 0)),
     Case(
         id="named/window_64",
-        why="B16 vllm-project/vllm#3385: a window of 64 is 65 keys, as documented",
+        why="vllm-project/vllm#3385: a window of 64 is 65 keys, as documented",
         heads=(1, 1),
         seqlens=(130, 130),
         causal=True,
@@ -288,7 +294,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/decode_window",
-        why="B17 sgl-project/sglang#32087: the oldest key inside the window counts",
+        why="sgl-project/sglang#32087: the oldest key inside the window counts",
         heads=(4, 2),
         seqlens=(1, 200),
         causal=True,
@@ -297,7 +303,7 @@ NAMED: tuple[Case, ...] = (
     # attn_mask
     Case(
         id="named/mask_bool_empty_rows",
-        why="B28 pytorch/pytorch#103963: rows that see nothing are 0, with LSE -inf",
+        why="pytorch/pytorch#103963: rows that see nothing are 0, with LSE -inf",
         batch=2,
         seqlens=(33, 45),
         mask=Mask(shape=(2, 2, 33, 45), pattern="empty_rows"),
@@ -305,7 +311,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_bool_all_false",
-        why="B128 huggingface/diffusers#12605: a mask that hides everything was dropped",
+        why="huggingface/diffusers#12605: a mask that hides everything was dropped",
         batch=1,
         heads=(2, 2),
         seqlens=(10, 10),
@@ -313,7 +319,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_bool_keys",
-        why="B22 pytorch/pytorch#163588: only the first 58 % of the keys are visible",
+        why="pytorch/pytorch#163588: only the first 58 % of the keys are visible",
         heads=(1, 1),
         seqlens=(1, 100),
         mask=Mask(shape=(1, 1, 1, 100), pattern="first_half"),
@@ -329,7 +335,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_bool_2d_causal",
-        why="B25 onnx/onnx#8068: mask and causal together leave rows that see nothing",
+        why="onnx/onnx#8068: mask and causal together leave rows that see nothing",
         seqlens=(33, 45),
         causal=True,
         mask=Mask(shape=(33, 45), pattern="empty_rows"),
@@ -342,14 +348,14 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_float_grad",
-        why="B100: a full float bias in q's dtype, with its gradient",
+        why="Dao-AILab/flash-attention#429: a full float bias in q's dtype, with its gradient",
         batch=2,
         seqlens=(33, 45),
         mask=Mask(shape=(2, 2, 33, 45), kind="float", grad=True),
     ),
     Case(
         id="named/mask_float32_shared_grad",
-        why="B59 jax-ml/jax#32242: a float32 bias shared by the batch; its gradient was not finite",
+        why="jax-ml/jax#32242: a float32 bias shared by the batch; its gradient was not finite",
         batch=3,
         heads=(4, 4),
         seqlens=(33, 33),
@@ -374,7 +380,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_float_band",
-        why="B31 pytorch/pytorch#127055: the first key tiles of a row are all -inf",
+        why="pytorch/pytorch#127055: the first key tiles of a row are all -inf",
         heads=(1, 1),
         seqlens=(150, 150),
         dims=(8, 8),
@@ -382,13 +388,13 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/mask_float_43_keys",
-        why="B56 facebookresearch/xformers#813: rows of 43 keys, and the same as a slice of 51",
+        why="facebookresearch/xformers#813: rows of 43 keys, and the same as a slice of 51",
         seqlens=(16, 43),
         mask=Mask(shape=(1, 2, 16, 43), kind="float", view="padded_rows"),
     ),
     Case(
         id="named/mask_float_expanded",
-        why="B109 pytorch/pytorch#139424: a bias expanded over the keys, last stride 0",
+        why="pytorch/pytorch#139424: a bias expanded over the keys, last stride 0",
         batch=2,
         heads=(4, 4),
         seqlens=(33, 33),
@@ -409,7 +415,7 @@ NAMED: tuple[Case, ...] = (
     # Lengths of padded sequences; NaN past them
     Case(
         id="named/lens_causal",
-        why="B85 pytorch/pytorch#81077: padded batch with lengths 0, partial and full",
+        why="pytorch/pytorch#81077: padded batch with lengths 0, partial and full",
         batch=4,
         seqlens=(33, 45),
         q_lens=(33, 0, 12, 20),
@@ -419,7 +425,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/lens_kv_only",
-        why="B34 Dao-AILab/flash-attention#1745: NaN in the padding of the key cache",
+        why="Dao-AILab/flash-attention#1745: NaN in the padding of the key cache",
         batch=2,
         seqlens=(3, 33),
         kv_lens=(1, 33),
@@ -434,7 +440,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/lens_window_gqa_mask",
-        why="B82, B23: lengths, window, a float mask and grouped heads at once, NaN past every length",
+        why="NVIDIA/TransformerEngine#2186, vllm-project/vllm#30887: lengths, window, bias and GQA; NaN in padding",
         batch=2,
         heads=(4, 2),
         seqlens=(40, 50),
@@ -464,7 +470,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/softcap_peaked",
-        why="B70 Dao-AILab/flash-attention#2466: softcap (Gemma 2) where tanh bends",
+        why="Dao-AILab/flash-attention#2466: softcap (Gemma 2) where tanh bends",
         seqlens=(65, 65),
         causal=True,
         softcap=10.0,
@@ -472,7 +478,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/softcap_lens",
-        why="B71 Dao-AILab/flash-attention#2544: softcap with lengths gave a wrong dQ",
+        why="Dao-AILab/flash-attention#2544: softcap with lengths gave a wrong dQ",
         batch=2,
         seqlens=(40, 57),
         q_lens=(40, 13),
@@ -492,7 +498,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/sinks_empty_rows",
-        why="B73 NVIDIA/TransformerEngine#3249: an empty row has LSE = sink and adds its dLSE to dsink",
+        why="NVIDIA/TransformerEngine#3249: an empty row has LSE = sink and adds its dLSE to dsink",
         batch=2,
         seqlens=(45, 33),
         q_lens=(45, 20),
@@ -525,19 +531,17 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(id="named/dropout_everything", why="p = 1 gives 0 and a finite LSE", seqlens=(16, 16), dropout_p=1.0),
     # Scale and values
-    Case(
-        id="named/scale_zero", why="B62 pytorch/pytorch#105202: scale 0 is the mean of V", seqlens=(33, 33), scale=0.0
-    ),
+    Case(id="named/scale_zero", why="pytorch/pytorch#105202: scale 0 is the mean of V", seqlens=(33, 33), scale=0.0),
     Case(
         id="named/scale_negative",
-        why="B62: sqrt(scale) of a negative scale is NaN",
+        why="pytorch/pytorch#105202: sqrt(scale) of a negative scale is NaN",
         seqlens=(33, 65),
         causal=True,
         scale=-0.125,
     ),
     Case(
         id="named/scale_one",
-        why="B19 NVIDIA/TransformerEngine#1197: scale 1 makes peaked rows (T5)",
+        why="NVIDIA/TransformerEngine#1197: scale 1 makes peaked rows (T5)",
         seqlens=(65, 65),
         window=(20, 0),
         scale=1.0,
@@ -545,15 +549,21 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/peaked", why="a few weights near 1, most near 0", seqlens=(65, 130), values="peaked"),
     Case(
         id="named/all_equal",
-        why="B32 pytorch/pytorch#125674: equal keys and scores near 1000; the weights are 1/n and dQ is 0",
+        why="pytorch/pytorch#125674: equal keys and scores near 1000; the weights are 1/n and dQ is 0",
         seqlens=(50, 50),
         values="all_equal",
     ),
-    Case(id="named/zeros", why="B46: all inputs 0", seqlens=(33, 65), causal=True, values="zeros"),
+    Case(
+        id="named/zeros",
+        why="facebookresearch/xformers#719: all inputs 0",
+        seqlens=(33, 65),
+        causal=True,
+        values="zeros",
+    ),
     # Gradients: the LSE's, fewer than all, bitwise repeatable
     Case(
         id="named/lse_gradient",
-        why="B110 pytorch/pytorch#136232: the loss uses the LSE",
+        why="pytorch/pytorch#136232: the loss uses the LSE",
         seqlens=(33, 65),
         causal=True,
         dlse=True,
@@ -591,7 +601,7 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/forward_only", why="no gradient asked for", seqlens=(65, 65), causal=True, grads=()),
     Case(
         id="named/deterministic",
-        why="B98 Dao-AILab/flash-attention#359: gradients bitwise repeatable when asked",
+        why="Dao-AILab/flash-attention#359: gradients bitwise repeatable when asked",
         batch=2,
         heads=(4, 2),
         seqlens=(130, 65),
@@ -600,7 +610,7 @@ NAMED: tuple[Case, ...] = (
     # Strides and layouts
     Case(
         id="named/view_transposed",
-        why="B50 pytorch/pytorch#112577: (B, H, S, D) memory in a (B, S, H, D) call",
+        why="pytorch/pytorch#112577: (B, H, S, D) memory in a (B, S, H, D) call",
         batch=2,
         seqlens=(33, 45),
         q_view="transposed",
@@ -610,7 +620,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/view_sliced",
-        why="B40 Dao-AILab/flash-attention#2611: slices of packed tensors; dout has long rows",
+        why="Dao-AILab/flash-attention#2611: slices of packed tensors; dout has long rows",
         batch=2,
         seqlens=(33, 33),
         causal=True,
@@ -621,7 +631,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/view_padded_unaligned",
-        why="B56: rows longer than D, and addresses that are not aligned",
+        why="facebookresearch/xformers#813: rows longer than D, and addresses that are not aligned",
         batch=2,
         seqlens=(33, 45),
         q_view="padded_rows",
@@ -642,7 +652,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/dout_expanded_all",
-        why="B52 Dao-AILab/flash-attention#355: out.sum().backward() sends one expanded number",
+        why="Dao-AILab/flash-attention#355: out.sum().backward() sends one expanded number",
         batch=2,
         seqlens=(33, 33),
         causal=True,
@@ -650,7 +660,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/dout_every_other",
-        why="B52: dout[::2] of a larger batch",
+        why="Dao-AILab/flash-attention#355: dout[::2] of a larger batch",
         batch=2,
         heads=(4, 1),
         seqlens=(32, 32),
@@ -659,7 +669,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/view_last_dim_strided",
-        why="B53 pytorch/pytorch#187506: a last dim that is not contiguous gives the same result",
+        why="pytorch/pytorch#187506: a last dim that is not contiguous gives the same result",
         seqlens=(33, 33),
         q_view="last_dim_strided",
         k_view="last_dim_strided",
@@ -668,7 +678,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/bhsd",
-        why="B58 pytorch/pytorch#153903: the other layout, whose output has q's strides",
+        why="pytorch/pytorch#153903: the other layout, whose output has q's strides",
         batch=2,
         heads=(4, 2),
         seqlens=(33, 45),
@@ -678,7 +688,7 @@ NAMED: tuple[Case, ...] = (
     ),
     Case(
         id="named/bhsd_transposed",
-        why="B49 pytorch/pytorch#181133: (B, S, H, D) memory in a (B, H, S, D) call, as models make it",
+        why="pytorch/pytorch#181133: (B, S, H, D) memory in a (B, H, S, D) call, as models make it",
         batch=2,
         heads=(3, 3),
         seqlens=(33, 33),

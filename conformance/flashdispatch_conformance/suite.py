@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 Outcome = Literal["pass", "fail", "error", "unsupported", "not_run"]
 Part = Literal["gradients", "out", "lse"]
 
-INSTALLATION = frozenset({Code.DEP_MISSING, Code.LOAD_FAILED, Code.API_VERSION, Code.DUPLICATE_NAME, Code.DISABLED})
+INSTALLATION = frozenset(
+    {Code.DEP_MISSING, Code.LOAD_FAILED, Code.API_VERSION, Code.DUPLICATE_NAME, Code.DISABLED, Code.NOT_ALLOWED}
+)
 """Reasons that say nothing about the backend's support: the case was not run."""
 
 MINIMUM = ("named/forward_only", "named/length_64", "named/d128")
@@ -214,6 +216,11 @@ class _Run:
             if _cannot_run_here(reasons):
                 raise _NotRunError("; ".join(map(str, reasons)))
             self.refused[part] = tuple(str(reason.code) for reason in reasons)
+            self.messages += [
+                f"why_not raised for the {part} call: {reason.got}"
+                for reason in reasons
+                if reason.code is Code.WHY_NOT_RAISED
+            ]
             self.check_refusal(part, reasons)
         return False
 

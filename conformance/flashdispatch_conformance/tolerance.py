@@ -105,7 +105,8 @@ class Gates:
 
 
 GATES = Gates()
-"""Honest bfloat16 and float16 kernels stay below RMS 0.6, row 1.4, max 3.6, bias 0.2 (five kernels on an H200)."""
+"""Measured in float16 and bfloat16, torch_reference on an H200, the worst of all tensors of the named cases: RMS 0.82
+and row 1.64 (both of the LSE; others 0.44 and 1.09), max 1.64, bias 0.06 (docs/evidence/torch_reference_h200.json)."""
 
 
 @dataclass(frozen=True, slots=True)

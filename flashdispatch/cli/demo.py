@@ -43,11 +43,8 @@ def run(
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {path}; pass one with --text PATH", param_hint="--text")
     where = _device(device)
-    try:
-        from flashdispatch.demo import run_demo  # its models' libraries are an extra
-    except ImportError as error:
-        typer.echo(f"error: the demo needs more packages ({error}): pip install -e '.[demo]'", err=True)
-        raise typer.Exit(1) from error
+    from flashdispatch.demo import run_demo  # which imports this package in turn
+
     results = run_demo(Console(stderr=as_json), text=path, seconds=seconds, device=where)
     if as_json:
         typer.echo(json.dumps(results, indent=2))

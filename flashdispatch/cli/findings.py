@@ -15,9 +15,9 @@ from typing import Any
 
 import flashdispatch
 from flashdispatch import _settings
-from flashdispatch._plans import registry
+from flashdispatch._registry import registry
 from flashdispatch.cli.machine import Machine, this_machine
-from flashdispatch.cli.values import bad_values, forced_in_vain, names_nobody
+from flashdispatch.cli.settings_faults import bad_values, forced_in_vain, names_nobody
 from flashdispatch_registry.backend import KnownIssue
 from flashdispatch_registry.errors import BackendLoadError, FlashDispatchError
 from flashdispatch_registry.plugins import BUILT_IN, PluginRecord

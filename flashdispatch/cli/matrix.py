@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flashdispatch._plans import registry
+from flashdispatch._registry import registry
 from flashdispatch.cli.output import show
 from flashdispatch_registry.matrix import matrix_json, matrix_markdown, matrix_view
 from flashdispatch_registry.plugins import BUILT_IN

@@ -4,7 +4,7 @@ The truth is dense attention in float64, written out below in five lines, of exa
 rounding them to its dtype). The padding is filled with NaN before the backend sees it: with q_lens and kv_lens, what is
 past a sequence's length must not matter.
 
-The conformance suite judges kernels with a model of rounding noise, over hundreds of cases. This is one case and a
+The conformance suite judges kernels with a model of rounding noise, over all its named cases. This is one case and a
 coarse bound, meant for looking at: an error of rounding size on values that nobody made up.
 """
 

@@ -133,7 +133,11 @@ def _entropy(counts: Counter[int] | Counter[tuple[int, int]]) -> float:
 
 
 class Trainer:
-    """A model, its text and its optimizer; the same numbers on every run on the same machine."""
+    """A model, its text and its optimizer.
+
+    The first weights and the batches follow from `seed`; the learning rate and the number of steps follow the clock, so
+    losses differ a little from run to run.
+    """
 
     def __init__(self, data: bytes, device: torch.device, *, sizes: Sizes | None = None, seed: int = 1) -> None:
         self.sizes = sizes or Sizes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -85,7 +85,7 @@ class Backend(Protocol):
 
     All tensors have layout (B, S, H, D) whatever the caller's layout, with a contiguous last dim and otherwise any
     strides (also 0). Work is launched on torch's current stream of q's device, which is the current device; no
-    synchronisation. Autocast is off around every call, and nothing done in one is recorded by autograd.
+    synchronisation. Around forward and backward autocast is off, and nothing done there is recorded by autograd.
     """
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
@@ -95,7 +95,7 @@ class Backend(Protocol):
     def backward(
         self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
-        """Gradients from `dout` (B, Sq, Hq, Dv; any strides) and `dlse` (B, Hq, Sq; None when the LSE was not used)."""
+        """Gradients from `dout` (B, Sq, Hq, Dv) and `dlse` (B, Hq, Sq, contiguous; None when the LSE was not used)."""
         ...
 
     def prepare(self, problem: Problem) -> None:
@@ -140,6 +140,12 @@ class BackendSpec:
             raise ValueError(f"backend name {self.name!r} is reserved")
         if not all(part.isidentifier() for part in self.factory.replace(":", ".").split(".")):
             raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
+        for what, value, allowed in (
+            ("numerics", self.numerics, get_args(Numerics)),
+            ("memory", self.memory, get_args(Memory)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{self.name}: {what} must be one of {', '.join(allowed)}, got {value!r}")
         for text in self.requires:
             Requirement(text)  # raises InvalidRequirement, a ValueError
         if not isinstance(self.support, Support):

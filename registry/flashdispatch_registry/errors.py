@@ -34,19 +34,21 @@ class FlashDispatchError(Exception):
     Picklable, so that it survives the way back from a worker process.
     """
 
-    def __init__(self, message: str, *, plan: Plan | None = None, problem: Problem | None = None) -> None:
+    def __init__(self, message: str, *, plan: Plan | None = None) -> None:
         super().__init__(message)
         self.plan = plan
-        self.problem = problem if problem is not None or plan is None else plan.problem
+
+    @property
+    def problem(self) -> Problem | None:
+        """What was asked; None when it never became a problem."""
+        return self.plan.problem if self.plan is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.plan, self.problem)
+        return _rebuild, (type(self), str(self), self.plan)
 
 
-def _rebuild(
-    kind: type[FlashDispatchError], message: str, plan: Plan | None, problem: Problem | None
-) -> FlashDispatchError:
-    return kind(message, plan=plan, problem=problem)
+def _rebuild(kind: type[FlashDispatchError], message: str, plan: Plan | None) -> FlashDispatchError:
+    return kind(message, plan=plan)
 
 
 class InvalidRequestError(FlashDispatchError, ValueError):

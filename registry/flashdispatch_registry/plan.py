@@ -106,7 +106,7 @@ class Plan:
             "adapters": [asdict(adapter) for adapter in self.adapters],
             "fallback": self.fallback,
             "notes": list(self.notes),
-            "versions": versions(),
+            "versions": dict(versions()),
         }
 
     def __str__(self) -> str:

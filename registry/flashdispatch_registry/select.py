@@ -112,16 +112,27 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def unknown_backend(name: object, source: str, known: Sequence[str]) -> str:
+    """What to say about a name that is not registered."""
+    return (
+        f"no backend is called {name!r} (asked for by {source}).{nearest(str(name), known)}\n"
+        f"  registered: {', '.join(sorted(known)) or 'none'}\n"
+        "  `flashdispatch doctor` lists the plugins and why one may be missing"
+    )
+
+
+def disabled_reason(name: str) -> Reason:
+    """The reason of a backend that FLASHDISPATCH_DISABLE names."""
+    return Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", name, "other backends", "unset FLASHDISPATCH_DISABLE")
+
+
 def _check_names(forced: Forced, disabled: frozenset[str], plan: Plan) -> None:
     names = [candidate.name for candidate in plan.candidates]
     asked = f"  asked: {plan.problem.describe()}\n"
     for name in forced.names:
         if name not in names:
             raise UnknownBackendError(
-                f"no backend is called {name!r} (asked for by {forced.source}).{nearest(name, names)}\n"
-                f"  registered: {', '.join(sorted(names)) or 'none'}\n{asked}"
-                f"  `flashdispatch doctor` lists the plugins and why one may be missing\n  versions: {versions_line()}",
-                plan=plan,
+                f"{unknown_backend(name, forced.source, names)}\n{asked}  versions: {versions_line()}", plan=plan
             )
     if disabled.issuperset(forced.names):
         raise DisabledBackendError(
@@ -135,8 +146,7 @@ def _check_names(forced: Forced, disabled: frozenset[str], plan: Plan) -> None:
 def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Candidate:
     reasons = list(entry.faults)
     if entry.name in disabled:
-        fix = "unset FLASHDISPATCH_DISABLE"
-        reasons.append(Reason(Code.DISABLED, "FLASHDISPATCH_DISABLE", entry.name, "other backends", fix))
+        reasons.append(disabled_reason(entry.name))
     spec = entry.spec
     if spec is not None:
         reasons += declared_reasons(spec.support, problem)
@@ -157,7 +167,7 @@ def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Cand
 def _for_auto(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue], refuse_fallback: bool) -> Candidate:
     """What speaks against a backend only when nobody named it."""
     reasons = [
-        Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", issue.url)
+        Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", f"see {issue.url}")
         for issue in _hits(problem, candidate, issues)
     ]
     if candidate.numerics not in (None, "exact"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from flashdispatch import _plans
+from flashdispatch import _plans, _registry
 from flashdispatch.cli import app
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -41,7 +41,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("FLASHDISPATCH_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(_plans, "_registry", None)
+    monkeypatch.setattr(_registry, "_process", None)
     _plans.cache.clear()
     yield
     _plans.cache.clear()

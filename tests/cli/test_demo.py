@@ -90,10 +90,11 @@ def test_a_device_that_is_not_there_is_a_usage_error(
 
 
 def test_missing_packages_are_a_1_with_what_to_type(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashdispatch.demo", None)
-    ran = command("demo")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    ran = command("demo", "--json", "--device", "cpu")
     assert (ran.code, ran.out) == (1, "")
-    assert "pip install -e '.[demo]'" in ran.err
+    assert "error: the demo needs the package transformers" in ran.err
+    assert "Type: pip install 'flashdispatch[demo]'" in ran.err
 
 
 def test_an_error_of_ours_inside_the_demo_is_a_message(command: Command, calls: Calls) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import pytest
 import torch
@@ -219,6 +220,40 @@ def test_a_disabled_backend_is_not_run(register: Register, monkeypatch: pytest.M
     name = register(Fake())
     monkeypatch.setenv("FLASHDISPATCH_DISABLE", name)
     assert run(name).outcome == "not_run"
+
+
+def test_a_plugin_that_may_not_load_is_not_run(tmp_path: Path) -> None:
+    info = tmp_path / "kept_out-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kept-out\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[flashdispatch]\nkept_out = nowhere\n", encoding="utf-8")
+    code = """
+        import torch
+        from flashdispatch_conformance import run_case
+        from flashdispatch_conformance.cases import BY_ID
+        print(run_case(BY_ID["named/d8"], "kept_out", torch.bfloat16).report())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "named/d8 on kept_out in bfloat16: not_run\nNOT_ALLOWED: " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_why_not_that_raises_is_a_failure(register: Register) -> None:
+    def why_not(problem: Problem) -> NoReturn:
+        raise KeyError("sm_121")
+
+    result = run(register(Fake(), why_not=why_not))
+    assert result.outcome == "fail"
+    assert result.refused["out"] == ("WHY_NOT_RAISED",)
+    assert [
+        f"why_not raised for the {part} call: KeyError: 'sm_121'" in result.messages for part in result.refused
+    ] == [True] * 3
 
 
 def test_an_unknown_backend_raises() -> None:

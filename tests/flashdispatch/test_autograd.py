@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdispatch
-from flashdispatch import _plans, attention
+from flashdispatch import _registry, attention
 from flashdispatch_registry import Forward
 
 
@@ -165,7 +165,7 @@ class Wrong:
         self.what = what
 
     def forward(self, problem: Any, q: Any, k: Any, v: Any, extras: Any) -> Any:
-        out, lse, saved = _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
+        out, lse, saved = _registry.registry().load("torch_reference").forward(problem, q, k, v, extras)
         changed = {
             "no lse": (out, None),
             "lse of another shape": (out, lse.transpose(1, 2)),
@@ -176,7 +176,7 @@ class Wrong:
         return Forward(*changed, saved)
 
     def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
-        right = _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+        right = _registry.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
         changed = {"no dk": None, "dk of another shape": right.k[:, :-1], "double dk": right.k.double()}
         return right._replace(k=changed.get(self.what, right.k))
 
@@ -274,12 +274,12 @@ def test_parameters_are_plain_tensors(qkv: Any) -> None:
 def test_a_backend_with_other_output_strides_is_put_right(qkv: Any, add_backend: Any) -> None:
     class Transposing:
         def forward(self, problem: Any, q: Any, k: Any, v: Any, extras: Any) -> Any:
-            out, lse, saved = _plans.registry().load("torch_reference").forward(problem, q, k, v, extras)
+            out, lse, saved = _registry.registry().load("torch_reference").forward(problem, q, k, v, extras)
             other = out.transpose(1, 2).contiguous().transpose(1, 2)
             return other, lse, tuple(other if tensor is out else tensor for tensor in saved)
 
         def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
-            return _plans.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+            return _registry.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
 
         def prepare(self, problem: Any) -> None: ...
 
@@ -295,6 +295,20 @@ def test_a_backend_with_other_output_strides_is_put_right(qkv: Any, add_backend:
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+def test_an_lse_with_other_strides_is_made_contiguous(qkv: Any, add_backend: Any) -> None:
+    class Strided(Wrong):
+        def forward(self, *given: Any) -> Any:
+            out, lse, saved = super().forward(*given)
+            other = lse.transpose(1, 2).contiguous().transpose(1, 2)
+            return Forward(out, other, tuple(other if tensor is lse else tensor for tensor in saved))
+
+    add_backend("strided", backend=Strided("nothing"))
+    q, k, v = qkv(requires_grad=True)
+    out, lse = attention(q, k, v, return_lse=True, backend="strided")
+    assert lse.is_contiguous()
+    (out.sum() + lse.sum()).backward()
 
 
 def test_the_global_deterministic_flag_is_the_default(qkv: Any) -> None:

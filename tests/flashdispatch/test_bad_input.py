@@ -26,14 +26,17 @@ T = torch.randn
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
     "rank 3": ({"q": T(2, 8, 16)}, ValueError, r"q must have 4 dims \(B, S, H, D\), got 3"),
-    "rank 9 (B136)": ({"q": torch.zeros(0, 1, 7, 2, 8, 9, 0, 0, 3)}, ValueError, "4 dims"),
+    # pytorch/pytorch#141218
+    "rank 9": ({"q": torch.zeros(0, 1, 7, 2, 8, 9, 0, 0, 3)}, ValueError, "4 dims"),
     "Hq % Hkv": ({"q": T(2, 8, 6, 16)}, ValueError, "multiple of Hkv"),
-    "K and V heads differ (B89)": ({"v": T(2, 8, 2, 16)}, ValueError, "one number of heads"),
+    # ROCm/rocm-libraries#5888
+    "K and V heads differ": ({"v": T(2, 8, 2, 16)}, ValueError, "one number of heads"),
     "batch differs": ({"k": T(1, 8, 4, 16)}, ValueError, "one batch size, got 2, 1 and 2"),
     "key lengths differ": ({"v": T(2, 7, 4, 16)}, ValueError, "one sequence length"),
     "head dims differ": ({"k": T(2, 8, 4, 8)}, ValueError, "one head dim"),
     "no heads": ({name: torch.zeros(2, 8, 0, 16) for name in "qkv"}, ValueError, "at least one head"),
-    "head dim 0 (B137)": (
+    # pytorch/pytorch#174950
+    "head dim 0": (
         {name: torch.zeros(0, 0, 2, 0) for name in "qkv"},
         ValueError,
         "head dims must be at least 1",
@@ -168,6 +171,12 @@ def test_the_shim_and_the_merge_name_what_is_no_tensor() -> None:
         flashdispatch.sdpa(q, q, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"out1 must be a torch\.Tensor"):
         flashdispatch.merge_attention(None, q, q, q)  # type: ignore[arg-type]
+
+
+def test_a_bad_seed_is_refused_in_a_cached_call_too() -> None:
+    call(dropout_p=0.5, dropout_seed=1)
+    with pytest.raises(ValueError, match="64 bits"):
+        call(dropout_p=0.5, dropout_seed=2**64)
 
 
 def test_a_list_window_is_taken_as_a_tuple() -> None:

@@ -147,7 +147,15 @@ def test_the_environment_counts_as_of_trace_time(qkv: Any, add_backend: Any, mon
     monkeypatch.delenv("FLASHDISPATCH_BACKEND")
     compiled(*qkv())
     assert len(spy.problems) == 2
-    assert "trace time" in _compile.TRACED_NOTE
+
+
+def test_the_plan_of_a_traced_call_says_that_it_was_traced(qkv: Any, add_backend: Any) -> None:
+    add_backend("narrow", softcap=False)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in qkv()]
+        with pytest.raises(flashdispatch.BackendUnsupportedError) as caught:
+            attention(*fakes, softcap=1.0, backend="narrow")
+    assert caught.value.plan.notes == (_compile.TRACED_NOTE,)
 
 
 def test_a_changed_default_backend_compiles_anew(qkv: Any, add_backend: Any) -> None:

@@ -124,15 +124,16 @@ def test_a_graph_replays_with_new_values_and_fresh_dropout(on_gpu: Any) -> None:
 
 
 def test_tf32_is_in_the_plan_only_when_torch_asks_for_it(on_gpu: Any) -> None:
-    inputs = on_gpu()
+    inputs, matmul = on_gpu(), torch.backends.cuda.matmul
+    name, tf32 = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
     assert explain(*inputs).problem.fp32_precision == "ieee"
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    before = getattr(matmul, name)
+    setattr(matmul, name, tf32)
     try:
         assert explain(*inputs).problem.fp32_precision == "tf32"
         attention(*inputs)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        setattr(matmul, name, before)
 
 
 def test_autocast_on_the_gpu(on_gpu: Any) -> None:
@@ -143,12 +144,16 @@ def test_autocast_on_the_gpu(on_gpu: Any) -> None:
 def test_compiled_on_the_gpu(on_gpu: Any) -> None:
     q, k, v = on_gpu(requires_grad=True, dtype=torch.bfloat16)
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True)
-    out = compiled(q, k, v)
-    assert torch.equal(out, attention(q, k, v, causal=True))
-    out.sum().backward()
+    out, wanted = compiled(q, k, v), attention(q, k, v, causal=True)
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    gradients = (torch.autograd.grad(result, (q, k, v), dout) for result in (out, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
-def test_another_device_than_the_current_one(on_gpu: Any) -> None:  # B118
+# Dao-AILab/flash-attention#1782
+def test_another_device_than_the_current_one(on_gpu: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     q, k, v = (tensor.to("cuda:1") for tensor in on_gpu())

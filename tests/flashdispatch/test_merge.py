@@ -62,5 +62,6 @@ def test_parts_that_do_not_fit_raise(qkv: Any) -> None:
         merge_attention(out, lse, out[:, :3], lse)
     with pytest.raises(ValueError, match="two outputs of one shape"):
         merge_attention(out, lse.transpose(1, 2), out, lse)
-    with pytest.raises(ValueError, match="one dtype and device"):
-        merge_attention(out, lse, out.half(), lse)
+    for parts in ((out, lse, out.half(), lse), (out, lse, out, lse.to("meta")), (out, lse.int(), out, lse.int())):
+        with pytest.raises(ValueError, match="one floating dtype and one device"):
+            merge_attention(*parts)

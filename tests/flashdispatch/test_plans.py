@@ -12,7 +12,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdispatch
-from flashdispatch import FallbackError, FallbackWarning, NoBackendError, Plan, Problem, _plans, attention, explain
+from flashdispatch import (
+    FallbackError,
+    FallbackWarning,
+    NoBackendError,
+    Plan,
+    Problem,
+    _plans,
+    _registry,
+    attention,
+    explain,
+)
 
 
 def test_explain_takes_what_attention_takes(qkv: Any) -> None:
@@ -281,7 +291,7 @@ def test_a_backend_registered_while_a_plan_is_made_is_seen_by_the_next_call(qkv:
 def test_unregistering_after_the_plan_was_made_makes_another(qkv: Any, add_backend: Any) -> None:
     add_backend("gone", priority={"*": 50})
     inputs = qkv()
-    registry = _plans.registry()
+    registry = _registry.registry()
     plan = explain(*inputs)
     assert plan.chosen == "gone"
     flashdispatch.unregister("gone")
@@ -337,6 +347,24 @@ def test_a_factory_or_why_not_that_exits_harms_nobody(
     )
     attention(*qkv(), backend="auto")
     assert explain(*qkv()).candidate("exiting").reasons[0].code == "LOAD_FAILED"
+
+
+def test_a_mask_that_autocast_casts_is_in_the_plan(qkv: Any) -> None:
+    q, k, v = (tensor.half() for tensor in qkv())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = explain(q, k, v, attn_mask=torch.zeros(9, 9).half())
+    assert [(adapter.tensor, adapter.bytes) for adapter in plan.adapters][-1] == ("attn_mask", 9 * 9 * 2)
+
+
+@pytest.mark.parametrize("field", ["memory", "numerics"])
+def test_a_spec_with_an_unknown_word_is_refused(add_backend: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be one of .*, got 'banana'"):
+        add_backend("odd", **{field: "banana"})
+
+
+def test_the_versions_of_a_plan_are_its_own_copy(qkv: Any) -> None:
+    explain(*qkv()).to_json()["versions"].clear()
+    assert explain(*qkv()).to_json()["versions"]["torch"] == torch.__version__
 
 
 def test_what_backends_says_can_be_pickled() -> None:

@@ -1,4 +1,4 @@
-"""What the package exports, and what importing it costs."""
+"""What the package exports: its names, version, signature and docstrings."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashdispatch
-from flashdispatch import SettingsError, SettingsWarning, _settings, attention
+from flashdispatch import SettingsError, SettingsWarning, _plans, _settings, attention
 
 
 def test_every_variable_has_its_default() -> None:
@@ -57,21 +57,25 @@ def test_an_unknown_variable_warns_once_with_the_nearest_name(qkv: Any, monkeypa
 
 
 def test_reload_settings_makes_new_plans(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = qkv()
+    inputs, made, select = qkv(), [], _plans.select
+    monkeypatch.setattr(_plans, "select", lambda *a, **k: made.append(1) or select(*a, **k))
     attention(*inputs)
     monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "sometimes")
-    attention(*inputs)  # the plan stands
+    attention(*inputs)
+    assert len(made) == 1  # the plan stands
     with pytest.raises(SettingsError):
         flashdispatch.reload_settings()
     monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "allow")
     flashdispatch.reload_settings()
     attention(*inputs)
+    attention(*inputs)
+    assert len(made) == 2
 
 
-def test_lengths_on_the_cpu_are_read_and_on_a_gpu_only_under_check(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", ["", "0", "1"])
+def test_lengths_on_the_cpu_are_always_checked(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_CHECK", check)
     lengths = torch.tensor([9], dtype=torch.int32)
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"within 0\.\.4"):
         attention(q, q, q, kv_lens=lengths)
-    monkeypatch.setenv("FLASHDISPATCH_CHECK", "1")
-    assert _settings.read().check

@@ -19,7 +19,6 @@ def test_a_cuda_device_on_a_machine_without_one_is_just_cuda(monkeypatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_is_named_by_its_compute_capability() -> None:
     major, minor = torch.cuda.get_device_capability(0)
     assert arch_of(torch.device("cuda", 0)) == f"sm_{major}{minor}"

@@ -70,10 +70,9 @@ def test_an_error_survives_pickling_with_its_plan_and_problem(name: str, plan: P
     assert back.problem == plan.problem
 
 
-def test_the_problem_comes_from_the_plan_unless_it_is_given(plan: Plan, problem) -> None:
+def test_the_problem_comes_from_the_plan(plan: Plan) -> None:
     assert PluginError("x").problem is None
     assert PluginError("x", plan=plan).problem == plan.problem
-    assert PluginError("x", problem=problem()).problem == problem()
 
 
 def test_a_message_holds_the_request_the_reasons_what_would_help_and_the_versions(plan: Plan, spec, problem) -> None:

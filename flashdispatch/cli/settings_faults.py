@@ -1,4 +1,4 @@
-"""What is wrong with the values of our environment variables: those that mean nothing, and names that name nobody."""
+"""Faults of our environment variables: values that mean nothing, backends forced in vain, names that name nobody."""
 
 from __future__ import annotations
 
