@@ -1,8 +1,8 @@
 """The whole contract in plain PyTorch: FlashAttention spelled out, forward and backward, on any device.
 
 Requirement: every feature, any dtype incl. float64, deterministic, no O(Sq * Sk) memory, and no device value read on
-the host, so that a CUDA graph can capture it. It is the floor that auto-selection falls back to, and the smallest
-backend to copy. It is not fast on a GPU: a kernel keeps a tile on the chip, here every step goes through memory.
+the host, so that a CUDA graph can capture it. It is the floor that auto-selection falls back to, and the whole
+contract to copy from. It is not fast on a GPU: a kernel keeps a tile on the chip, here every step goes through memory.
 
 The algorithm (FlashAttention, arXiv 2205.14135; FlashAttention-2, arXiv 2307.08691, "FA-2")
 --------------------------------------------------------------------------------------------
