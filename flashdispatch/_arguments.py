@@ -116,6 +116,11 @@ def check_length_values(name: str, lengths: Tensor | None, limit: int) -> None:
         raise InvalidRequestError(f"{name} must be within 0..{limit}, got values from {low} to {high}")
 
 
+def records_gradients() -> bool:
+    """Whether autograd records what happens now. Inference mode records nothing, even inside enable_grad()."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def refuse_forward_mode(args: Arguments) -> None:
     """Raises ForwardModeError when an argument carries a forward-mode tangent: it would be dropped without a word."""
     for name, value in args._asdict().items():
@@ -329,7 +334,7 @@ def _alibi(args: Arguments, sizes: _Sizes) -> None:
     if tuple(slopes.shape) not in ((sizes.heads_q,), (args.q.shape[0], sizes.heads_q)):
         want = f"({sizes.heads_q},) or ({args.q.shape[0]}, {sizes.heads_q})"
         _bad(f"alibi_slopes must have shape (Hq,) or (B, Hq) = {want}, got {tuple(slopes.shape)}", args)
-    if slopes.requires_grad and torch.is_grad_enabled():
+    if slopes.requires_grad and records_gradients():
         _bad("alibi_slopes have no gradient; detach them, or give the bias as a float attn_mask", args)
 
 
@@ -403,7 +408,7 @@ def _flag(args: Arguments, name: str) -> None:
 
 
 def _needs_grad(args: Arguments) -> tuple[Differentiable, ...]:
-    if not torch.is_grad_enabled():
+    if not records_gradients():
         return ()
     names: tuple[Differentiable, ...] = ("q", "k", "v", "attn_mask", "sinks")
     return tuple(name for name in names if getattr(args, name) is not None and getattr(args, name).requires_grad)

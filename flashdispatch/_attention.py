@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 
 from flashdispatch import _execute, _forcing, _plans, _registry, _settings
 from flashdispatch._adapt import adapt, as_bshd
-from flashdispatch._arguments import Arguments, autocast_dtype, check, fp32_precision, refuse_forward_mode
+from flashdispatch._arguments import (
+    Arguments,
+    autocast_dtype,
+    check,
+    fp32_precision,
+    records_gradients,
+    refuse_forward_mode,
+)
 from flashdispatch._registry import Names
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Align
@@ -160,6 +167,7 @@ def attention(
         return traced(
             q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
             dropout_seed, layout, return_lse, deterministic, backend, _forcing.mirror.names, _forcing.default(),
+            forward_ad._current_level,
         )  # fmt: skip
     environment, disable = os.environ.get(_settings.BACKEND), os.environ.get(_settings.DISABLE)
     context, default = _forcing.context(), _forcing.default()
@@ -178,8 +186,10 @@ def attention(
             None if kv_lens is None else _metadata(kv_lens),
             _metadata(dropout_seed) if isinstance(dropout_seed, Tensor) else type(dropout_seed),
             causal, window, scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
-            type(causal), type(scale), type(return_lse), type(deterministic),  # True is 1 to a dict, and not to us
-            torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
+            # True is 1 to a dict, and not to us.
+            type(causal), type(scale), type(softcap), type(dropout_p), type(return_lse), type(deterministic),
+            None if window is None else tuple(type(limit) for limit in window),
+            records_gradients(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
             fp32_precision() if kind == "cuda" and q.dtype is torch.float32 else None,
             environment, disable, context, default, _registry.registry().generation,
         )  # fmt: skip

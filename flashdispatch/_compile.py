@@ -26,7 +26,12 @@ from flashdispatch._forcing import Asked
 from flashdispatch._registry import Names
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import Extras, Gradients, Needs
-from flashdispatch_registry.errors import BackendUnsupportedError, InvalidRequestError
+from flashdispatch_registry.errors import (
+    BackendUnsupportedError,
+    ForwardModeError,
+    InvalidRequestError,
+    SecondDerivativeError,
+)
 from flashdispatch_registry.layout import dense_strides, empty_gradient, output_strides
 from flashdispatch_registry.masks import Band
 from flashdispatch_registry.problem import DTYPE_NAMES, Problem
@@ -83,8 +88,11 @@ def traced(
     backend: str | Names | None,
     context: Names | None,
     default: Names | None,
+    dual_level: int,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` inside a compiled region, with what `use_backend` and `set_default_backend` say there (guarded)."""
+    if dual_level >= 0:  # lowering takes tangents away before anybody could see them
+        raise ForwardModeError("attention has reverse-mode derivatives only, and this is compiled inside a dual_level")
     args = Arguments(
         q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
         dropout_seed, layout, return_lse, deterministic,
@@ -216,6 +224,13 @@ _backward_op = torch.library.custom_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _backward_op.register_fake(_backward_fake)
+
+
+def _second_derivative(*_: Any) -> Any:
+    raise SecondDerivativeError(_execute.ONCE)
+
+
+_backward_op.register_autograd(_second_derivative)
 
 
 _recipes: dict[tuple[str | None, Problem], tuple[str, ...]] = {}

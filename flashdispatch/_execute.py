@@ -20,6 +20,8 @@ from flashdispatch_registry.layout import output_strides
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
 
+ONCE = "attention is differentiable once; for a second derivative compute it in plain PyTorch operations"
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -38,7 +40,8 @@ class Bound:
     """More than one GPU: q's device must be made current."""
     read_lengths: bool
     """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
-    marker: Tensor
+    device: torch.device
+    identity: int
     """Saved with a call's tensors and compared in its backward: activation checkpointing recomputes the forward, and
     what one backend saved means nothing to another."""
 
@@ -50,15 +53,24 @@ class Bound:
         if self.read_lengths:
             check_length_values("q_lens", extras.q_lens, self.problem.seqlen_q)
             check_length_values("kv_lens", extras.kv_lens, self.problem.seqlen_k)
+        recording = torch.is_grad_enabled()
+        if recording:  # not `with torch.no_grad()`: this is on every call's way
+            torch.set_grad_enabled(False)
         try:
             if self._as_it_is():
-                out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
+                result = self.backend.forward(self.problem, q, k, v, extras)
             else:
                 with self._around(q):
-                    out, lse, saved = self.backend.forward(self.problem, q, k, v, extras)
+                    result = self.backend.forward(self.problem, q, k, v, extras)
         except Exception as error:
             error.add_note(self._note("forward"))
             raise
+        finally:
+            if recording:
+                torch.set_grad_enabled(True)
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], tuple):
+            raise self._broken(f"returned {_kind(result)} from forward; the contract wants Forward(out, lse, saved)")
+        out, lse, saved = result
         self._check("out", out, self.out_shape, self.problem.dtype)
         if self.problem.return_lse or self.problem.needs_grad:
             self._check("lse", lse, self.lse_shape, lse_dtype(self.problem.dtype))
@@ -100,6 +112,8 @@ class Bound:
             except Exception as error:
                 error.add_note(self._note("backward"))
                 raise
+        if not isinstance(gradients, tuple) or len(gradients) != len(Needs._fields):
+            raise self._broken(f"returned {_kind(gradients)} from backward; the contract wants Gradients")
         for name, needed, gradient, given in zip(Needs._fields, needs, gradients, inputs, strict=True):
             if needed and given is not None:
                 self._check(f"d{name}", gradient, given.shape, given.dtype)
@@ -121,14 +135,19 @@ class Bound:
             yield
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tensor is None or tensor.shape != shape or tensor.dtype is not dtype:
-            got = "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise BackendContractError(
-                f"backend {self.plan.chosen} returned {name} {got}; the contract wants {tuple(shape)} {dtype}\n"
-                f"  asked: {self.problem.describe()}\n"
-                f"  FLASHDISPATCH_DISABLE={self.plan.chosen} keeps it from being used",
-                plan=self.plan,
+        right = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype is dtype
+        if not right or tensor.device != self.device:  # type: ignore[union-attr]  # right says it is a tensor
+            raise self._broken(
+                f"returned {name} {_kind(tensor)}; the contract wants {tuple(shape)} {dtype} on {self.device}"
             )
+
+    def _broken(self, what: str) -> BackendContractError:
+        name = self.plan.chosen
+        return BackendContractError(
+            f"backend {name} {what}\n  asked: {self.problem.describe()}\n"
+            f"  FLASHDISPATCH_DISABLE={name} keeps it from being used",
+            plan=self.plan,
+        )
 
     def _note(self, pass_: str) -> str:
         name = self.plan.chosen
@@ -152,8 +171,15 @@ def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
         autocast=kind if torch.amp.is_autocast_available(kind) else None,
         guard=kind == "cuda" and torch.cuda.device_count() > 1,
         read_lengths=(problem.q_lens or problem.kv_lens) and (kind == "cpu" or check),
-        marker=torch.tensor(hash((plan.chosen, problem)), device="cpu"),
+        device=q.device,
+        identity=hash((plan.chosen, problem)),
     )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,7 +204,8 @@ class Attention(torch.autograd.Function):
         """Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for."""
         out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
         # The inputs are kept in any case: a second derivative is noticed through them.
-        ctx.save_for_backward(call.marker, q, k, v, attn_mask, sinks, *saved)
+        identity = torch.tensor(call.identity, device="cpu")
+        ctx.save_for_backward(identity, q, k, v, attn_mask, sinks, *saved)
         ctx.call = call
         # An unused output then arrives as None, and no dLSE tensor is ever made for it.
         ctx.set_materialize_grads(False)
@@ -189,9 +216,9 @@ class Attention(torch.autograd.Function):
         """The gradients of q, k, v, attn_mask and sinks, as far as they are needed."""
         if dout is None and dlse is None:
             return (None,) * 7
-        marker, *kept = ctx.saved_tensors
+        identity, *kept = ctx.saved_tensors
         call, inputs, saved = ctx.call, tuple(kept[:5]), tuple(kept[5:])
-        if marker is not call.marker and int(marker) != int(call.marker):
+        if int(identity) != call.identity:
             raise RecomputeError(
                 f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
                 "computed: what is in force at backward() differs from the forward. Call backward() inside the same "
@@ -226,9 +253,7 @@ class Once(torch.autograd.Function):
         """Raises SecondDerivativeError when there is a second derivative to pass on."""
         if all(gradient is None for gradient in second):
             return cast("tuple[None, ...]", ctx.nothing)
-        raise SecondDerivativeError(
-            "attention is differentiable once; for a second derivative compute it in plain PyTorch operations"
-        )
+        raise SecondDerivativeError(ONCE)
 
 
 def run(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:

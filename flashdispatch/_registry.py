@@ -55,20 +55,18 @@ def unregister(name: str) -> None:
 
     Raises UnknownBackendError when there is none of that name, PluginError when an installed plugin brings it.
     """
-    _check_names((name,), "unregister()")
-    registry().unregister(name)
+    try:
+        registry().unregister(name)
+    except KeyError:
+        known = [entry.name for entry in registry().entries()]
+        raise UnknownBackendError(unknown_backend(name, "unregister()", known)) from None
 
 
 def check_registered(names: Names, source: str) -> None:
     """Raises UnknownBackendError when one of `names` is not registered; ``"auto"`` needs no registration."""
-    if names != AUTO:
-        _check_names(names, source)
-
-
-def _check_names(names: Names, source: str) -> None:
     known = [entry.name for entry in registry().entries()]
     for name in names:
-        if name not in known:
+        if name not in known and names != AUTO:
             raise UnknownBackendError(f"{unknown_backend(name, source, known)}\n  versions: {versions_line()}")
 
 

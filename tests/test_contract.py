@@ -493,3 +493,12 @@ class TestResults:
         out = attention(*inputs, backend="spoilt")
         assert out.stride() == torch.empty_like(inputs[0]).stride()
         assert torch.equal(out, attention(*inputs))
+
+    def test_other_lse_strides_are_put_right(self, f64: Any, add_backend: Any) -> None:
+        add_backend("spoilt", backend=Spoilt(lse=lambda t: t.mT.contiguous().mT))
+        inputs = f64(requires_grad=True)
+        (out, lse), wanted = attention(*inputs, return_lse=True, backend="spoilt"), attention(*inputs, return_lse=True)
+        assert lse.is_contiguous()
+        assert torch.equal(lse, wanted[1])
+        for one, other in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (out, wanted[0])), strict=True):
+            assert torch.equal(one, other)

@@ -26,6 +26,7 @@ Numerics = Literal["exact", "low_precision_accum", "quantized", "approximate"]
 Memory = Literal["linear", "chunked", "quadratic"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_FACTORY = re.compile(r"\w+(\.\w+)*(:\w+(\.\w+)*)?")
 RESERVED_NAMES = frozenset({"auto"})
 
 
@@ -138,8 +139,13 @@ class BackendSpec:
             raise ValueError(f"backend name {self.name!r} must match [a-z][a-z0-9_]*")
         if self.name in RESERVED_NAMES:
             raise ValueError(f"backend name {self.name!r} is reserved")
-        if not all(part.isidentifier() for part in self.factory.replace(":", ".").split(".")):
+        if not _FACTORY.fullmatch(self.factory):
             raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
+        for what, kind in (("api_version", int), ("fused", bool), ("portable", bool), ("requires", tuple)):
+            if not isinstance(getattr(self, what), kind):
+                raise TypeError(f"{self.name}: {what} must be {kind.__name__}, got {getattr(self, what)!r}")
+        if self.why_not is not None and not callable(self.why_not):
+            raise TypeError(f"{self.name}: why_not must be a function or None, got {self.why_not!r}")
         for what, value, allowed in (
             ("numerics", self.numerics, get_args(Numerics)),
             ("memory", self.memory, get_args(Memory)),
@@ -174,4 +180,6 @@ class KnownIssue:
     versions: str = ""
 
     def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (self.backend, self.reason, self.url)) or not callable(self.when):
+            raise TypeError(f"KnownIssue takes texts and a function, got {self!r}")
         SpecifierSet(self.versions)  # raises InvalidSpecifier, a ValueError

@@ -213,7 +213,7 @@ def _hits(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue]) 
 def _applies(issue: KnownIssue, problem: Problem) -> bool:
     try:
         return issue.when(problem)
-    except Exception:  # noqa: BLE001  a predicate that can't answer leaves the warning standing
+    except (Exception, SystemExit):  # noqa: BLE001  a predicate that can't answer leaves the warning standing
         return True
 
 

@@ -8,8 +8,9 @@ holds that no field is missing, so that no argument of a call can be ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import get_args
 
 import torch
 
@@ -27,6 +28,13 @@ class HeadDims:
     maximum: int | None = None
     multiple: int = 1
 
+    def __post_init__(self) -> None:
+        sizes = (self.minimum, self.multiple, self.minimum if self.maximum is None else self.maximum)
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            raise ValueError(f"HeadDims takes positive ints, got {self}")
+        if self.maximum is not None and self.maximum < self.minimum:
+            raise ValueError(f"HeadDims.maximum {self.maximum} is below its minimum {self.minimum}")
+
     def __contains__(self, head_dim: int) -> bool:
         above = self.maximum is not None and head_dim > self.maximum
         return head_dim >= self.minimum and not above and head_dim % self.multiple == 0
@@ -40,7 +48,8 @@ class HeadDims:
 class Support:
     """Declared support, as data. Everything not named here is off.
 
-    Raises ValueError when the declaration contradicts itself (for example a mask gradient without a backward).
+    Raises ValueError or TypeError when the declaration contradicts itself (for example a mask gradient without a
+    backward) or has a word that means nothing.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -77,8 +86,7 @@ class Support:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "impossible", dict(self.impossible))  # a copy: nobody else can change it
-        if not self.dtypes:
-            raise ValueError("Support.dtypes is empty: the backend could never run")
+        self._check_words()
         for name in ("attn_mask_grad", "sinks_grad", "lse_grad", "deterministic"):
             if getattr(self, name) and not self.backward:
                 raise ValueError(f"Support.{name} needs backward=True")
@@ -88,6 +96,35 @@ class Support:
             raise ValueError('Support.attn_mask_grad needs "float" in attn_mask')
         if self.sinks_grad and not self.sinks:
             raise ValueError("Support.sinks_grad needs sinks=True")
+
+    def _check_words(self) -> None:
+        """A misspelt declaration must fail here, where its author sees it, and not in a user's call."""
+        vocabulary: dict[str, tuple[object, ...]] = {
+            "dtypes": tuple(DTYPE_NAMES),
+            "causal": get_args(Align),
+            "attn_mask": get_args(MaskKind),
+        }
+        for name, allowed in vocabulary.items():
+            value = getattr(self, name)
+            if not isinstance(value, frozenset) or not value.issubset(allowed):
+                words = ", ".join(map(str, allowed))
+                raise ValueError(f"Support.{name} must be a frozenset of {words}, got {value!r}")
+        for name in ("dtypes", "devices"):
+            if not getattr(self, name):
+                raise ValueError(f"Support.{name} is empty: the backend could never run")
+        if not isinstance(self.devices, frozenset):
+            raise TypeError(f"Support.devices must be a frozenset of torch device types, got {self.devices!r}")
+        for device in self.devices:
+            torch.device(device)  # raises RuntimeError for what is no device type
+        for name in ("head_dims", "head_dims_v", "backward_head_dims"):
+            value = getattr(self, name)
+            if not isinstance(value, HeadDims) and (value is not None or name == "head_dims"):
+                raise TypeError(f"Support.{name} must be HeadDims, got {value!r}")
+        if self.min_arch is not None and (not isinstance(self.min_arch, str) or sm_number(self.min_arch) is None):
+            raise ValueError(f"Support.min_arch must look like 'sm_80', got {self.min_arch!r}")
+        for declared in fields(self):
+            if declared.type == "bool" and not isinstance(getattr(self, declared.name), bool):
+                raise TypeError(f"Support.{declared.name} must be True or False, got {getattr(self, declared.name)!r}")
 
     def impossible_on(self, arch: str) -> str | None:
         """The technical reason why `arch` can never run this, or None."""

@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashdispatch import attention, explain
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem
 
-
 GPU = torch.cuda.is_available()
 BATCH, SEQLEN, HEADS, HEAD_DIM = (1, 128, 8, 64) if GPU else (1, 1, 1, 8)
 KIND: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if GPU else {}

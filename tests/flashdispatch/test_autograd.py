@@ -127,6 +127,28 @@ def test_no_way_of_asking_for_a_second_derivative_gets_a_wrong_one(qkv: Any) -> 
             ask()
 
 
+def test_inference_mode_leaves_nothing_in_the_cache_that_breaks_training(qkv: Any) -> None:
+    inputs = qkv(requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():
+        assert not attention(*inputs).requires_grad
+    attention(*inputs).sum().backward()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.vjp(lambda q: attention(q, *inputs[1:]), inputs[0])
+    attention(*inputs).sum().backward()
+
+
+def test_nothing_a_backend_does_is_recorded(qkv: Any, add_backend: Any) -> None:
+    class Scaling(Wrong):
+        weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, *given: Any) -> Any:
+            out, lse, saved = super().forward(*given)
+            return Forward(out * self.weight, lse, saved)
+
+    add_backend("scaling", backend=Scaling("nothing"))
+    assert not attention(*qkv(), backend="scaling").requires_grad
+
+
 def test_a_graph_kept_for_more_first_derivatives_still_gives_them(qkv: Any) -> None:
     q, k, v = qkv(requires_grad=True)
     out = attention(q, k, v)
@@ -172,11 +194,19 @@ class Wrong:
             "half lse": (out, lse.half()),
             "out of another shape": (out[:, :-1], lse),
             "double out": (out.double(), lse),
+            "out elsewhere": (out.to("meta"), lse),
+            "out that is a list": ([out], lse),
         }.get(self.what, (out, lse))
-        return Forward(*changed, saved)
+        if self.what == "nothing from forward":
+            return None
+        if self.what == "two values from forward":
+            return changed
+        return Forward(*changed, [*saved] if self.what == "a list saved from forward" else saved)
 
     def backward(self, problem: Any, saved: Any, dout: Any, dlse: Any, needs: Any) -> Any:
         right = _registry.registry().load("torch_reference").backward(problem, saved, dout, dlse, needs)
+        if self.what == "three values from backward":
+            return right[:3]
         changed = {"no dk": None, "dk of another shape": right.k[:, :-1], "double dk": right.k.double()}
         return right._replace(k=changed.get(self.what, right.k))
 
@@ -186,15 +216,17 @@ class Wrong:
 @pytest.mark.parametrize(
     "what",
     ["no lse", "lse of another shape", "half lse", "out of another shape", "double out", "no dk", "dk of another shape",
-     "double dk"],
+     "double dk", "out elsewhere", "out that is a list", "nothing from forward", "two values from forward",
+     "a list saved from forward", "three values from backward"],
 )  # fmt: skip
 def test_a_result_that_breaks_the_contract_is_an_error_that_names_the_backend(
     qkv: Any, add_backend: Any, what: str
 ) -> None:
     add_backend("wrong", backend=Wrong(what))
     inputs = qkv(requires_grad=True, seqlen_q=8)
-    name = "dk" if "dk" in what else "lse" if "lse" in what else "out"
-    with pytest.raises(flashdispatch.BackendContractError, match=f"backend wrong returned {name} ") as caught:
+    named = [name for name in ("dk", "lse", "out") if name in what.split()]
+    name = f"{named[0]} " if named else ""
+    with pytest.raises(flashdispatch.BackendContractError, match=f"backend wrong returned {name}") as caught:
         attention(*inputs, return_lse=True, backend="wrong")[0].sum().backward()
     assert "FLASHDISPATCH_DISABLE=wrong keeps it from being used" in str(caught.value)
 

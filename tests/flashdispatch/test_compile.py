@@ -158,6 +158,25 @@ def test_the_plan_of_a_traced_call_says_that_it_was_traced(qkv: Any, add_backend
     assert caught.value.plan.notes == (_compile.TRACED_NOTE,)
 
 
+def test_a_forward_mode_tangent_is_refused_in_compiled_code(qkv: Any) -> None:
+    from torch.autograd import forward_ad
+
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q: attention(q, k, v), backend="aot_eager")
+    compiled(q)
+    with forward_ad.dual_level(), pytest.raises(Exception, match="reverse-mode derivatives only"):
+        compiled(forward_ad.make_dual(q, torch.randn_like(q)))
+
+
+def test_a_second_derivative_on_the_ops_is_refused_in_words(qkv: Any) -> None:
+    q, k, v = qkv(requires_grad=True)
+    attributes = ATTRIBUTES._replace(needs_grad="q,k,v", return_lse=False)
+    out, _ = torch.ops.flashdispatch.forward(q, k, v, *(None,) * 6, *attributes)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(flashdispatch.SecondDerivativeError, match="differentiable once"):
+        torch.autograd.grad(dq.sum(), k)
+
+
 def test_a_changed_default_backend_compiles_anew(qkv: Any, add_backend: Any) -> None:
     spy = add_backend("spy", priority={"*": -1})
     compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, backend="aot_eager")

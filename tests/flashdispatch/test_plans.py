@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -23,6 +24,7 @@ from flashdispatch import (
     attention,
     explain,
 )
+from flashdispatch_registry import BackendSpec, HeadDims, Support
 
 
 def test_explain_takes_what_attention_takes(qkv: Any) -> None:
@@ -354,6 +356,32 @@ def test_a_mask_that_autocast_casts_is_in_the_plan(qkv: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plan = explain(q, k, v, attn_mask=torch.zeros(9, 9).half())
     assert [(adapter.tensor, adapter.bytes) for adapter in plan.adapters][-1] == ("attn_mask", 9 * 9 * 2)
+
+
+def test_unregistering_in_four_threads_at_once_raises_only_what_is_documented() -> None:
+    spec = BackendSpec(
+        name="racing", factory="nowhere", support=Support(dtypes=frozenset({torch.float32}), head_dims=HeadDims())
+    )
+    others: list[BaseException] = []
+
+    def race() -> None:
+        for _ in range(300):
+            try:
+                flashdispatch.register(spec)
+                flashdispatch.unregister("racing")
+            except (flashdispatch.PluginError, flashdispatch.UnknownBackendError):
+                continue
+            except BaseException as error:  # noqa: BLE001  whatever else it is, the test must see it
+                others.append(error)
+
+    threads = [threading.Thread(target=race) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if "racing" in [backend.name for backend in flashdispatch.backends()]:
+        flashdispatch.unregister("racing")
+    assert others == []
 
 
 @pytest.mark.parametrize("field", ["memory", "numerics"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashdispatch_registry import Band, Code, HeadDims, Problem, Reason, Support
+from flashdispatch_registry import Band, Code, HeadDims, KnownIssue, Problem, Reason, Support
 from flashdispatch_registry.support import CHECKS, COVERED, NEUTRAL, declared_reasons
 
 CLOSED: dict[str, Any] = {
@@ -227,3 +227,47 @@ def test_the_declaration_is_a_frozen_copy_that_pickles() -> None:
     assert pickle.loads(pickle.dumps(declared)) == declared
     with pytest.raises(dataclasses.FrozenInstanceError):
         declared.gqa = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dims": 64}, {"head_dims": None}, {"head_dims_v": 64}, {"causal": True},
+        {"causal": frozenset({"bottomright"})},
+        {"attn_mask": True}, {"min_arch": 90}, {"min_arch": "sm90"}, {"dtypes": "float32"}, {"dtypes": torch.float32},
+        {"dtypes": frozenset({"float32"})}, {"dtypes": frozenset()}, {"devices": "cpu"}, {"devices": frozenset()},
+        {"devices": frozenset({"gpu"})}, {"gqa": "no"}, {"backward": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_declaration_with_a_word_that_means_nothing_is_refused_where_it_is_made(changes: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        support(**changes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"multiple": 0}, {"minimum": 0}, {"minimum": 9, "maximum": 8}, {"maximum": "64"}], ids=str
+)
+def test_head_dims_that_no_size_fits_are_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        HeadDims(**sizes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requires": "triton"}, {"fused": "no"}, {"api_version": "1"}, {"why_not": "x"}, {"factory": "a:b:c"},
+        {"priority": {"*": "high"}}, {"support": {}}, {"portable": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_spec_of_wrong_types_is_refused_where_it_is_made(spec, changes: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        spec("odd", **changes)
+
+
+@pytest.mark.parametrize("changes", [{"when": None}, {"backend": None}, {"url": None}, {"versions": "abc"}], ids=str)
+def test_a_known_issue_of_wrong_types_is_refused_where_it_is_made(changes: dict[str, Any]) -> None:
+    fields = {"backend": "x", "reason": "wrong", "url": "https://example.org", "when": lambda _: True}
+    with pytest.raises((TypeError, ValueError)):
+        KnownIssue(**(fields | changes))
