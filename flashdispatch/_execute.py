@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -176,6 +177,12 @@ def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
     )
 
 
+@lru_cache(maxsize=4096)
+def _identity(value: int) -> Tensor:
+    """`Bound.identity` as a tensor, to be saved like one. Made in autograd's own call: never an inference tensor."""
+    return torch.tensor(value, device="cpu")
+
+
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
@@ -204,8 +211,7 @@ class Attention(torch.autograd.Function):
         """Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for."""
         out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
         # The inputs are kept in any case: a second derivative is noticed through them.
-        identity = torch.tensor(call.identity, device="cpu")
-        ctx.save_for_backward(identity, q, k, v, attn_mask, sinks, *saved)
+        ctx.save_for_backward(_identity(call.identity), q, k, v, attn_mask, sinks, *saved)
         ctx.call = call
         # An unused output then arrives as None, and no dLSE tensor is ever made for it.
         ctx.set_materialize_grads(False)
