@@ -7,6 +7,7 @@ the call's metadata is a key to a plan (see `_attention`).
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -420,9 +421,13 @@ def _fp32_precision(dtype: torch.dtype, arch: str) -> Any:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of the autocast region in force; None outside one."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+has_autocast = cache(torch.amp.is_autocast_available)
+"""Whether a device type knows autocast at all; a fact of the build, asked on every call."""
 
 
 def fp32_precision() -> str:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flashdispatch._arguments import check_length_values
+from flashdispatch._arguments import check_length_values, has_autocast
 from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
 from flashdispatch_registry.errors import BackendContractError, RecomputeError, SecondDerivativeError
 from flashdispatch_registry.layout import output_strides
@@ -55,8 +55,8 @@ class Bound:
             check_length_values("q_lens", extras.q_lens, self.problem.seqlen_q)
             check_length_values("kv_lens", extras.kv_lens, self.problem.seqlen_k)
         recording = torch.is_grad_enabled()
-        if recording:  # not `with torch.no_grad()`: this is on every call's way
-            torch.set_grad_enabled(False)
+        if recording:  # not `with torch.no_grad()`, which costs five times as much on every call's way
+            torch._C._set_grad_enabled(False)
         try:
             if self._as_it_is():
                 result = self.backend.forward(self.problem, q, k, v, extras)
@@ -68,7 +68,7 @@ class Bound:
             raise
         finally:
             if recording:
-                torch.set_grad_enabled(True)
+                torch._C._set_grad_enabled(True)
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], tuple):
             raise self._broken(f"returned {_kind(result)} from forward; the contract wants Forward(out, lse, saved)")
         out, lse, saved = result
@@ -169,7 +169,7 @@ def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
         out_shape=shape,
         out_strides=output_strides(shape, q.stride(), problem.layout),
         lse_shape=(q.shape[0], q.shape[2], q.shape[1]),
-        autocast=kind if torch.amp.is_autocast_available(kind) else None,
+        autocast=kind if has_autocast(kind) else None,
         guard=kind == "cuda" and torch.cuda.device_count() > 1,
         read_lengths=(problem.q_lens or problem.kv_lens) and (kind == "cpu" or check),
         device=q.device,
@@ -198,20 +198,18 @@ class Attention(torch.autograd.Function):
     """The autograd node. Gradients for any subset of q, k, v, attn_mask and sinks; the LSE is differentiable."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Bound,
-        extras: Extras,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for."""
-        out, lse, saved = call.forward(q, k, v, extras._replace(attn_mask=attn_mask, sinks=sinks))
+    def forward(ctx: Any, call: Bound, extras: Extras, *inputs: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """`inputs`: q, k, v, and attn_mask and sinks when one of them is given.
+
+        Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for.
+        """
+        q, k, v = cast("tuple[Tensor, Tensor, Tensor]", inputs[:3])
+        if len(inputs) > 3:
+            extras = extras._replace(attn_mask=inputs[3], sinks=inputs[4])
+        out, lse, saved = call.forward(q, k, v, extras)
         # The inputs are kept in any case: a second derivative is noticed through them.
-        ctx.save_for_backward(_identity(call.identity), q, k, v, attn_mask, sinks, *saved)
+        ctx.save_for_backward(_identity(call.identity), *inputs, *saved)
+        ctx.inputs = len(inputs)
         ctx.call = call
         # An unused output then arrives as None, and no dLSE tensor is ever made for it.
         ctx.set_materialize_grads(False)
@@ -221,9 +219,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """The gradients of q, k, v, attn_mask and sinks, as far as they are needed."""
         if dout is None and dlse is None:
-            return (None,) * 7
+            return (None,) * (2 + int(ctx.inputs))
         identity, *kept = ctx.saved_tensors
-        call, inputs, saved = ctx.call, tuple(kept[:5]), tuple(kept[5:])
+        call, inputs, saved = ctx.call, tuple(kept[: ctx.inputs]), tuple(kept[ctx.inputs :])
         if int(identity) != call.identity:
             raise RecomputeError(
                 f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
@@ -232,8 +230,8 @@ class Attention(torch.autograd.Function):
                 f"  asked: {call.problem.describe()}",
                 plan=call.plan,
             )
-        needs = Needs(*ctx.needs_input_grad[2:])
-        gradients = call.backward(saved, dout, dlse, needs, inputs)
+        needs = Needs(*ctx.needs_input_grad[2:], *(False,) * (5 - ctx.inputs))
+        gradients = call.backward(saved, dout, dlse, needs, (*inputs, *(None,) * (5 - ctx.inputs)))[: ctx.inputs]
         if torch.is_grad_enabled():  # create_graph=True
             connected = [tensor for tensor in (dout, dlse, *inputs) if tensor is not None and tensor.requires_grad]
             # torch ships `apply` without types.
@@ -265,8 +263,9 @@ class Once(torch.autograd.Function):
 def run(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
     """One eager call: (out, lse), lse None unless asked for."""
     if call.problem.needs_grad:
-        # torch ships `apply` without types.
-        result = Attention.apply(call, extras, q, k, v, extras.attn_mask, extras.sinks)  # type: ignore[no-untyped-call]
+        alone = extras.attn_mask is None and extras.sinks is None
+        inputs = (q, k, v) if alone else (q, k, v, extras.attn_mask, extras.sinks)
+        result = Attention.apply(call, extras, *inputs)  # type: ignore[no-untyped-call]  # torch ships it without types
         return cast("tuple[Tensor, Tensor]", result) if call.problem.return_lse else (result, None)
     out, lse, _ = call.forward(q, k, v, extras)
     return out, lse if call.problem.return_lse else None
