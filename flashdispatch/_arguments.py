@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from flashdispatch_registry.errors import ForwardModeError, InvalidRequestError,
 from flashdispatch_registry.masks import Align, Band
 from flashdispatch_registry.plan import Adapter
 from flashdispatch_registry.problem import DTYPE_NAMES, DTYPES, Differentiable, Layout, MaskKind, Problem
-
-LAYOUTS = ("bshd", "bhsd")
 
 
 class Arguments(NamedTuple):
@@ -100,7 +98,7 @@ def check(args: Arguments, *, arch: str | None = None) -> Checked:
         needs_grad=_needs_grad(args),
         return_lse=args.return_lse,
         deterministic=deterministic,
-        fp32_precision=_fp32_precision(dtype, arch or args.q.device.type),
+        fp32_precision=fp32_precision(dtype, device_type_of(arch or args.q.device.type)),
     )
     return Checked(problem, _adapters(args, cast_to), cast_to)
 
@@ -191,7 +189,7 @@ def _check_tensors(args: Arguments) -> None:
             _bad_type(f"{name} must be a torch.Tensor, got {type(tensor).__name__}", args)
         if tensor.is_nested or tensor.layout is not torch.strided:
             _bad(f"{name} must be a dense (strided) tensor; pad it and give q_lens / kv_lens", args)
-    if args.layout not in LAYOUTS:
+    if args.layout not in get_args(Layout):
         _bad(f"layout must be 'bshd' (batch, sequence, heads, head dim) or 'bhsd', got {args.layout!r}", args)
     for name in ("q", "k", "v"):
         if getattr(args, name).dim() != 4:
@@ -252,7 +250,7 @@ def _dtype(args: Arguments, cast_to: torch.dtype | None) -> torch.dtype:
 
 
 def _band(args: Arguments, sizes: _Sizes) -> Band:
-    aligned = isinstance(args.causal, str) and args.causal in ("top_left", "bottom_right")
+    aligned = isinstance(args.causal, str) and args.causal in get_args(Align)
     if not isinstance(args.causal, bool) and not aligned:
         _bad(
             "causal must be False, True (bottom-right: the last query sees the last key) or 'top_left' (the first "
@@ -415,10 +413,6 @@ def _needs_grad(args: Arguments) -> tuple[Differentiable, ...]:
     return tuple(name for name in names if getattr(args, name) is not None and getattr(args, name).requires_grad)
 
 
-def _fp32_precision(dtype: torch.dtype, arch: str) -> Any:
-    return fp32_precision() if dtype is torch.float32 and device_type_of(arch) == "cuda" else "ieee"
-
-
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of the autocast region in force; None outside one."""
     if not has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
@@ -430,8 +424,10 @@ has_autocast = cache(torch.amp.is_autocast_available)
 """Whether a device type knows autocast at all; a fact of the build, asked on every call."""
 
 
-def fp32_precision() -> str:
-    """What torch's own setting allows float32 matrix products on CUDA to be: ``"ieee"`` or ``"tf32"``."""
+def fp32_precision(dtype: torch.dtype, device_type: str) -> Literal["ieee", "tf32"]:
+    """What torch's own setting allows matrix products to be; a question for float32 on CUDA alone."""
+    if dtype is not torch.float32 or device_type != "cuda":
+        return "ieee"
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
         return "tf32" if matmul.fp32_precision == "tf32" else "ieee"

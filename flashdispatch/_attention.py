@@ -190,7 +190,7 @@ def attention(
             type(causal), type(scale), type(softcap), type(dropout_p), type(return_lse), type(deterministic),
             None if window is None else tuple(type(limit) for limit in window),
             records_gradients(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
-            fp32_precision() if kind == "cuda" and q.dtype is torch.float32 else None,
+            fp32_precision(q.dtype, kind),
             environment, disable, context, default, _registry.registry().generation,
         )  # fmt: skip
         call = _plans.cache.get(key)

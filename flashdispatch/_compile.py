@@ -245,7 +245,7 @@ def _recipe_key(call: _execute.Bound) -> tuple[str | None, Problem]:
 def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attributes) -> _execute.Bound:
     """The op at run time: the plan for the real sizes, forced to the backend that tracing chose."""
     mask = extras.attn_mask
-    precision = fp32_precision() if q.dtype is torch.float32 and q.device.type == "cuda" else "ieee"
+    precision = fp32_precision(q.dtype, q.device.type)
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, v.shape, None if mask is None else (mask.shape, mask.dtype),
         *(tensor is None for tensor in extras), *attributes, precision, _registry.registry().generation,
@@ -276,7 +276,7 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, extras: Extras, attributes: Attribut
             return_lse=attributes.return_lse,
             deterministic=attributes.deterministic,
             layout=cast("Any", attributes.layout),
-            fp32_precision=cast("Any", precision),
+            fp32_precision=precision,
         )
         plan, backend = _plans.commit_traced(problem, attributes.backend)
         call = _execute.bound(plan, backend, q, check=_settings.read().check)

@@ -64,9 +64,8 @@ def use_backend(names: str | Names) -> Iterator[None]:
     InvalidRequestError for what is no name.
     """
     chain = parse(names)
-    if (
-        torch.compiler.is_compiling()
-    ):  # Dynamo can't trace a ContextVar; inside a traced region the mirror is all there is
+    if torch.compiler.is_compiling():
+        # Dynamo can't trace a ContextVar; inside a traced region the mirror is all there is.
         before = mirror.names
         mirror.names = chain
         try:

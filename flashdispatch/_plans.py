@@ -139,20 +139,8 @@ def explain(
 
     Raises what bad arguments raise in `attention`, UnknownBackendError, DisabledBackendError and SettingsError.
     """
-    asked, disable = ask(backend)
-    if arch is not None:
-        check_arch(arch)
-    if isinstance(q, Problem):
-        if k is not None or v is not None or arguments:
-            raise InvalidTypeError("explain(problem) takes only arch= and backend= beside it: a Problem says the rest")
-        return plan_for(q.with_arch(arch) if arch else q, asked, disable)
-    if k is None or v is None:
-        raise InvalidTypeError("explain() needs q, k and v, or one Problem")
-    unknown = ", ".join(sorted(set(arguments).difference(Arguments._fields)))
-    if unknown:
-        raise InvalidTypeError(f"attention() has no argument {unknown}; it has {', '.join(Arguments._fields[3:])}")
-    checked = check(Arguments(q, k, v, **arguments), arch=arch)
-    return plan_for(checked.problem, asked, disable, adapters=checked.adapters)
+    problem, adapters = _asked_about(q, k, v, arch, arguments)
+    return plan_for(problem, *ask(backend), adapters=adapters)
 
 
 def prepare(
@@ -172,11 +160,29 @@ def prepare(
     """
     if "arch" in arguments:
         raise InvalidTypeError("prepare() compiles for q's own device; explain(arch=...) answers for another")
-    plan = explain(q, k, v, backend=backend, **arguments)
-    asked, disable = ask(backend)
-    plan, code = commit(plan.problem, asked, disable, adapters=plan.adapters)
-    code.prepare(plan.problem)
+    problem, adapters = _asked_about(q, k, v, None, arguments)
+    plan, code = commit(problem, *ask(backend), adapters=adapters)
+    code.prepare(problem)
     return plan
+
+
+def _asked_about(
+    q: Tensor | Problem, k: Tensor | None, v: Tensor | None, arch: str | None, arguments: dict[str, Any]
+) -> tuple[Problem, tuple[Adapter, ...]]:
+    """The problem of tensors with `attention`'s arguments, or the one given; on `arch`, where it is given."""
+    if arch is not None:
+        check_arch(arch)
+    if isinstance(q, Problem):
+        if k is not None or v is not None or arguments:
+            raise InvalidTypeError("explain(problem) takes only arch= and backend= beside it: a Problem says the rest")
+        return (q.with_arch(arch) if arch else q), ()
+    if k is None or v is None:
+        raise InvalidTypeError("explain() needs q, k and v, or one Problem")
+    unknown = ", ".join(sorted(set(arguments).difference(Arguments._fields)))
+    if unknown:
+        raise InvalidTypeError(f"attention() has no argument {unknown}; it has {', '.join(Arguments._fields[3:])}")
+    checked = check(Arguments(q, k, v, **arguments), arch=arch)
+    return checked.problem, checked.adapters
 
 
 def ask(backend: str | Names | None) -> tuple[Asked, str | None]:

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from flashdispatch_registry.errors import SettingsError, SettingsWarning
 from flashdispatch_registry.plugins import PluginPolicy
@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     Raises SettingsError for a value that means nothing.
     """
     fallback = environ.get("FLASHDISPATCH_FALLBACK", "").strip().lower() or "warn"
-    if fallback not in ("error", "warn", "allow"):
+    if fallback not in get_args(FallbackPolicy):
         raise SettingsError(f"FLASHDISPATCH_FALLBACK={fallback!r} must be error, warn or allow")
     return Settings(
         fallback=fallback,  # type: ignore[arg-type]  # checked above

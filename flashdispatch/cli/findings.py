@@ -105,7 +105,7 @@ class Findings:
             "advice": list(self.advice),
             "unexamined": self.unexamined,
             "machine": asdict(self.machine) | {"arch": self.machine.arch},
-            "versions": versions(),
+            "versions": dict(versions()),
             "plugins": [asdict(plugin) | {"slow": plugin.slow} for plugin in self.plugins],
             "backends": [
                 {
