@@ -1,0 +1,235 @@
+"""The backward kernels: FlashAttention-2, Algorithm 2 (arXiv 2307.08691, "FA-2"), as two passes without atomics.
+
+P is not stored by the forward. Both kernels make it again, already normalised, from S and the LSE; with
+Delta = rowsum(dO * O), which equals rowsum(P * dP) (FlashAttention, arXiv 2205.14135, appendix B.2):
+
+    P = exp(S - LSE)     dV = P^T dO     dP = dO V^T     dS = P * (dP - Delta)     dQ = scale dS K     dK = scale dS^T Q
+
+FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its own:
+seven products instead of five, and in return the gradients are bitwise repeatable, always, and no accumulator of the
+size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS: Delta - dLSE takes the place of Delta.
+
+dq_kernel       One program per query block, as in the forward (heavy blocks first); Q, dO and acc = dQ stay, K and V
+                stream. It also makes Delta, which the other kernel reads: it has dO on the chip anyway.
+dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one query head
+                of the group after the other (GQA: the sum over the group costs nothing). It works on the transposed
+                tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in registers.
+program ids     One dimension, blocks fastest, as in the forward. Under a causal mask the first key block has the most
+                work, so key blocks count up.
+tiles           block_m by block_n from `tiles.py`, each kernel with its own: the resident side is the wider one.
+strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
+the loop        Three times, as in the forward: blocks cut by one edge of the band, whole blocks, blocks cut by the
+                other edge or by a tail. What no mask leaves anything of is not visited.
+masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
+kept            From the forward: q, k, v, out, LSE. Delta is the only other thing in memory, 4 bytes a row.
+empty rows      LSE = -inf (no key, or past q_lens) reads as +inf, so that P = exp(S - inf) = 0; Delta is 0 there.
+hardware        As in the forward: mma.sync, wgmma or tcgen05 behind tl.dot.
+the tail        Rows past the lengths are loaded as 0, and their gradients stored as 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashdispatch_backends.triton_fa2.scores import (
+    LOG2E,
+    WHOLE,
+    diagonal,
+    dropout_keep,
+    exponential,
+    key_blocks,
+    load_tile,
+    query_blocks,
+    scores,
+    sequence,
+    store_tile,
+)
+
+
+@triton.jit
+def load_rows(base, first, end, BLOCK: tl.constexpr):
+    """One float32 a row, of LSE or Delta; 0 past the end."""
+    row = tl.arange(0, BLOCK)
+    return tl.load(base + first + row, mask=row < end - first, other=0.0)
+
+
+@triton.jit
+def load_lse(base, first, end, NATURAL: tl.constexpr, BLOCK: tl.constexpr):
+    """LSE in the scores' units; +inf for a row that sees no key and past the end, so that exp(S - LSE) is 0 there."""
+    row = tl.arange(0, BLOCK)
+    LSE = tl.load(base + first + row, mask=row < end - first, other=float("-inf"))
+    LSE = tl.where(LSE == float("-inf"), float("inf"), LSE)
+    if not NATURAL:
+        LSE *= LOG2E
+    return LSE
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, out, lse, dout, dlse, delta, dq, dsinks, mask, slopes, sinks, q_lens, kv_lens, seed, q_starts, k_starts,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
+    stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dq,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), a part per block."""
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    block = pid % blocks
+    if RIGHT:
+        block = blocks - 1 - block
+    bh = pid // blocks
+    b, h = bh // heads, bh % heads
+    b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
+
+    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
+    out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
+    dout += b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
+    k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
+    v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs
+    row_base = (b64 * heads + h64) * seqlen_q + q_start
+
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    dO = load_tile(dout, first, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, True)
+    O = load_tile(out, first, stride_os, q_len, BLOCK_M, BLOCK_DV, DV, True)  # noqa: E741  the paper's letter
+    LSE = load_lse(lse + row_base, first, q_len, NATURAL, BLOCK_M)
+    Delta = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)  # FA-2 Algorithm 2 line 4
+    if dlse is not None:
+        Delta -= load_rows(dlse + row_base, first, q_len, BLOCK_M)
+    Delta = tl.where(LSE == float("inf"), 0.0, Delta)
+    tl.store(delta + row_base + rows, Delta, mask=rows < seqlen_q)
+    if dsinks is not None:
+        sink = tl.load(sinks + h)
+        if not NATURAL:
+            sink *= LOG2E
+        tl.store(dsinks + bh * blocks + block, -tl.sum(exponential(sink - LSE, NATURAL) * Delta))
+
+    if dq is not None:
+        if first < q_len:
+            slope = 0.0
+            if slopes is not None:
+                slope = tl.load(slopes + b * stride_slopes + h)
+                if not NATURAL:
+                    slope *= LOG2E
+            if mask is not None:
+                mask += b64 * stride_mb + h64 * stride_mh
+            shift = diagonal(q_len, kv_len, TOP_LEFT)
+            last = tl.minimum(first + BLOCK_M, q_len) - 1
+            edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+            Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
+            for phase in tl.static_range(0 if LEFT else 1, 3):
+                for key in tl.range(edges[phase], edges[phase + 1], BLOCK_N):
+                    K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, phase != WHOLE)
+                    V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, phase != WHOLE)
+                    qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+                    dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
+                    j = (key + tl.arange(0, BLOCK_N))[None, :]
+                    S, tanh = scores(
+                        qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                        phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    )  # fmt: skip
+                    P = exponential(S - LSE[:, None], NATURAL)
+                    if seed is not None:
+                        keep = dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N)
+                        dP = tl.where(keep, dP * kept, 0.0)
+                    dS = P * (dP - Delta[:, None])
+                    if SOFTCAP:
+                        dS *= 1.0 - tanh * tanh
+                    acc = tl.dot(dS.to(K.dtype), K, acc, input_precision=PRECISION)
+        dq += b64 * stride_dqb + h64 * stride_dqh + q_start * stride_dqs
+        store_tile(dq, acc * scale_dq, first, stride_dqs, seqlen_q, BLOCK_M, BLOCK_D, D)
+
+
+@triton.jit
+def dkdv_kernel(
+    q, k, v, lse, dout, delta, dk, dv, mask, slopes, q_lens, kv_lens, seed, q_starts, k_starts,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
+    blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    pid = tl.program_id(0)
+    block = pid % blocks
+    heads_kv = heads // group
+    b, kv_head = (pid // blocks) // heads_kv, (pid // blocks) % heads_kv
+    b64, kv64 = tl.cast(b, tl.int64), tl.cast(kv_head, tl.int64)
+
+    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
+    v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs
+
+    first = block * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    j = keys[:, None]
+    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    if first < kv_len:
+        shift = diagonal(q_len, kv_len, TOP_LEFT)
+        edges = query_blocks(first, first + BLOCK_N - 1, shift, q_len, kv_len, left, right, LEFT, RIGHT, BLOCK_M)
+        K = load_tile(k, first, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, True)
+        V = load_tile(v, first, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, True)
+        for member in tl.range(group):
+            h = kv_head * group + member
+            h64 = tl.cast(h, tl.int64)
+            bh = b * heads + h
+            row_base = (b64 * heads + h64) * seqlen_q + q_start
+            q_h = q + b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
+            dout_h = dout + b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
+            slope = 0.0
+            if slopes is not None:
+                slope = tl.load(slopes + b * stride_slopes + h)
+                if not NATURAL:
+                    slope *= LOG2E
+            mask_h = mask
+            if mask is not None:
+                mask_h = mask + b64 * stride_mb + h64 * stride_mh
+            for phase in tl.static_range(0, 3):
+                for row in tl.range(edges[phase], edges[phase + 1], BLOCK_M):
+                    Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, phase != WHOLE)
+                    dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, phase != WHOLE)
+                    LSE = load_lse(lse + row_base, row, q_len, NATURAL, BLOCK_M)
+                    qkT = tl.dot(K, tl.trans(Q), input_precision=PRECISION)
+                    i = (row + tl.arange(0, BLOCK_M))[None, :]
+                    ST, tanhT = scores(
+                        qkT, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
+                        stride_mn, phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    )  # fmt: skip
+                    PT = exponential(ST - LSE[None, :], NATURAL)
+                    ZT = PT  # the weights after dropout
+                    if seed is not None:
+                        keepT = tl.trans(dropout_keep(seed, row, first, bh, threshold, BLOCK_M, BLOCK_N))
+                        ZT = tl.where(keepT, PT * kept, 0.0)
+                    if dv is not None:
+                        acc_v = tl.dot(ZT.to(dO.dtype), dO, acc_v, input_precision=PRECISION)
+                    if dk is not None:
+                        Delta = load_rows(delta + row_base, row, q_len, BLOCK_M)
+                        dPT = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
+                        if seed is not None:
+                            dPT = tl.where(keepT, dPT * kept, 0.0)
+                        dST = PT * (dPT - Delta[None, :])
+                        if SOFTCAP:
+                            dST *= 1.0 - tanhT * tanhT
+                        acc_k = tl.dot(dST.to(Q.dtype), Q, acc_k, input_precision=PRECISION)
+    if dk is not None:
+        dk += b64 * stride_dkb + kv64 * stride_dkh + k_start * stride_dks
+        store_tile(dk, acc_k * scale_dk, first, stride_dks, seqlen_k, BLOCK_N, BLOCK_D, D)
+    if dv is not None:
+        dv += b64 * stride_dvb + kv64 * stride_dvh + k_start * stride_dvs
+        store_tile(dv, acc_v, first, stride_dvs, seqlen_k, BLOCK_N, BLOCK_DV, DV)

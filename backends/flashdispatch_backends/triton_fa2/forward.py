@@ -1,0 +1,139 @@
+"""The forward kernel: FlashAttention-2, Algorithm 1 (arXiv 2307.08691, "FA-2"), in plain Triton.
+
+One program owns one block of queries of one head. Its Q stays on the chip, K and V stream past, and a softmax row is
+finished piece by piece (FA-2 section 2.3.1). For each query three running values, all in float32:
+
+    m       the largest score so far                       m_new = max(m, rowmax(S))     P = exp(S - m_new)
+    l       the sum of exp(S - m) so far                   alpha = exp(m - m_new)        l = alpha l + rowsum(P)
+    acc     the sum of exp(S - m) V so far                                               acc = alpha acc + P V
+
+    O = acc / l  and  LSE = m + log l  are written once, at the end.
+
+program ids     One dimension, query blocks fastest: pid = (b * Hq + h) * blocks + block. The blocks of a head run side
+                by side and find its K and V in the L2 cache. Under a causal mask the last block has the most work, so
+                blocks count down: heavy ones first, and the light ones fill the gaps at the end.
+tiles           block_m queries by block_n keys, from `tiles.py`: as large as registers hold S and acc. The head dim is
+                not split; it is padded with zeros to a power of two on the chip, never in memory.
+strides         q (B, Sq, Hq, D), k and v (B, Sk, Hkv, ·) have any strides with a contiguous last dim. Query head h
+                reads key/value head h // group (GQA): nothing is expanded. Offsets are 64 bit.
+the loop        Three times over key blocks, in order: those that the window's left edge cuts, those that need no mask,
+                those that the diagonal or the end of the keys cuts. Blocks that no query sees are not visited.
+masks           Position and tails only in the outer two; attn_mask, where there is one, in all. Hidden scores are -inf
+                before exp. A row that has seen no key has m = -inf, and subtracts 0.
+kept            m, l, acc in registers; LSE for the backward, which recomputes P from it.
+hardware        tl.dot becomes mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100. P goes from the accumulator to the
+                second product without leaving registers. K and V are copied asynchronously, num_stages blocks ahead.
+the tail        Rows past the length are not stored but zeroed: out = 0, LSE = -inf.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashdispatch_backends.triton_fa2.scores import (
+    LOG2E,
+    WHOLE,
+    diagonal,
+    dropout_keep,
+    exponential,
+    key_blocks,
+    load_tile,
+    scores,
+    sequence,
+    store_tile,
+)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, lse, mask, slopes, sinks, q_lens, kv_lens, seed, q_starts, k_starts,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    block = pid % blocks
+    if RIGHT:
+        block = blocks - 1 - block
+    bh = pid // blocks
+    b, h = bh // heads, bh % heads
+    b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
+
+    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
+    out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
+    k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
+    v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs
+
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+
+    # FA-2 Algorithm 1 line 3, or the state after a sink: one more column, of value zero
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741  the paper's letter
+    if sinks is not None:
+        sink = tl.load(sinks + h)
+        if not NATURAL:
+            sink *= LOG2E
+        m = tl.zeros((BLOCK_M,), tl.float32) + sink
+        l += 1.0
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+
+    if first < q_len:
+        slope = 0.0
+        if slopes is not None:
+            slope = tl.load(slopes + b * stride_slopes + h)
+            if not NATURAL:
+                slope *= LOG2E
+        if mask is not None:
+            mask += b64 * stride_mb + h64 * stride_mh
+        shift = diagonal(q_len, kv_len, TOP_LEFT)
+        last = tl.minimum(first + BLOCK_M, q_len) - 1
+        edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+        Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
+        for phase in tl.static_range(0 if LEFT else 1, 3):
+            for key in tl.range(edges[phase], edges[phase + 1], BLOCK_N):
+                # FA-2 Algorithm 1 lines 6 to 11
+                K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, phase != WHOLE)
+                qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+                if PLAIN and phase == WHOLE:  # the scale is folded: one fused multiply-add and one exp2 a score
+                    m_new = tl.maximum(m, tl.max(qk, 1) * scale)
+                    P = tl.exp2(qk * scale - m_new[:, None])
+                    alpha = tl.exp2(m - m_new)
+                else:
+                    j = (key + tl.arange(0, BLOCK_N))[None, :]
+                    S, _ = scores(
+                        qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                        phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    )  # fmt: skip
+                    m_new = tl.maximum(m, tl.max(S, 1))
+                    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - 0, not -inf - -inf
+                    P = exponential(S - base[:, None], NATURAL)
+                    alpha = exponential(m - base, NATURAL)
+                l = alpha * l + tl.sum(P, 1)  # noqa: E741  of the weights before dropout
+                if seed is not None:
+                    P = tl.where(dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N), P, 0.0)
+                V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, phase != WHOLE)
+                acc = tl.dot(P.to(V.dtype), V, acc * alpha[:, None], input_precision=PRECISION)
+                m = m_new
+
+    # FA-2 Algorithm 1 lines 12 and 13. A row without keys has l = 0 and acc = 0.
+    inside = rows < q_len
+    if seed is not None:
+        acc *= kept
+    O = tl.where(inside[:, None], acc / tl.where(l == 0.0, 1.0, l)[:, None], 0.0)  # noqa: E741  the paper's letter
+    store_tile(out, O, first, stride_os, seqlen_q, BLOCK_M, BLOCK_DV, DV)
+    if lse is not None:
+        m = tl.where(inside, m, float("-inf"))
+        LSE = m + tl.log2(l) / LOG2E if NATURAL else (m + tl.log2(l)) / LOG2E  # log2(0) = -inf: no key
+        tl.store(lse + b64 * heads * seqlen_q + h64 * seqlen_q + q_start + rows, LSE, mask=rows < seqlen_q)
+

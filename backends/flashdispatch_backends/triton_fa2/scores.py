@@ -1,0 +1,191 @@
+"""What the three kernels share: where a sequence lies, which key blocks a query block sees, and what a score is.
+
+A tile of scores is (block_m, block_n) in the forward and in the dQ kernel, and its transpose in the dK/dV kernel, so
+nothing here knows which way it lies: `i` are the query numbers and `j` the key numbers of a tile, as a column and a row
+or the reverse, and everything broadcasts.
+
+Units. exp2 is one instruction, exp is two, so scores are kept in units of log 2: the host multiplies the scale, the
+softcap and the ALiBi slopes by log2(e) once, and exp(S - m) becomes exp2(S - m). With a float mask that would overflow
+(finfo.min * log2(e) is -inf, and finfo.min is just a number), so there scores stay natural and the difference is
+multiplied: NATURAL.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+WHOLE: tl.constexpr = tl.constexpr(1)
+"""Of the three phases of a loop over blocks, the one whose blocks no edge of the band and no tail cuts."""
+
+
+@triton.jit
+def sequence(starts, lengths, b, limit):
+    """(start, length) of sequence b: `start` rows into its tensor, `length` rows long.
+
+    Padded batches have a stride per sequence instead of starts; lengths outside 0..limit are clamped, never trusted.
+    """
+    start = 0
+    length = limit
+    if starts is not None:
+        start = tl.load(starts + b)
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), limit)
+    return start, length
+
+
+@triton.jit
+def diagonal(q_len, kv_len, TOP_LEFT: tl.constexpr):
+    """p(i) - i: where the position of a query starts."""
+    if TOP_LEFT:
+        shift = 0
+    else:
+        shift = kv_len - q_len
+    return shift
+
+
+@triton.jit
+def key_blocks(
+    first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Key blocks that the queries first..last (inclusive) see: (start, full_start, full_end, end).
+
+    Blocks in [start, full_start) and [full_end, end) hold a key that some query does not see; those in
+    [full_start, full_end) need no mask at all. All but `end` are multiples of BLOCK_N.
+    """
+    start = 0
+    end = kv_len
+    full_start = 0
+    full_end = kv_len // BLOCK_N * BLOCK_N
+    if LEFT:  # j >= p - left; Triton's // truncates, so its left side must not be negative
+        start = tl.maximum(first + shift - left, 0) // BLOCK_N * BLOCK_N
+        full_start = tl.cdiv(tl.maximum(last + shift - left, 0), BLOCK_N) * BLOCK_N
+    if RIGHT:  # j <= p + right
+        end = tl.minimum(end, last + shift + right + 1)
+        full_end = tl.minimum(full_end, tl.maximum(first + shift + right + 1, 0) // BLOCK_N * BLOCK_N)
+    end = tl.maximum(end, start)
+    full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    full_end = tl.maximum(full_end, full_start)
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def query_blocks(
+    first, last, shift, q_len, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Query blocks that see a key of first..last (inclusive): (start, full_start, full_end, end), as in `key_blocks`.
+
+    `last` may lie past the keys, in the last block; then no query block is full.
+    """
+    start = 0
+    end = q_len
+    full_start = 0
+    full_end = q_len // BLOCK_M * BLOCK_M
+    if RIGHT:  # p >= j - right
+        start = tl.maximum(first - right - shift, 0) // BLOCK_M * BLOCK_M
+        full_start = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK_M) * BLOCK_M
+    if LEFT:  # p <= j + left
+        end = tl.minimum(end, tl.minimum(last, kv_len - 1) + left - shift + 1)
+        full_end = tl.minimum(full_end, tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M)
+    if last >= kv_len:
+        full_end = 0
+    end = tl.maximum(end, start)
+    full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_M) * BLOCK_M)
+    full_end = tl.maximum(full_end, full_start)
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, end, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr
+):
+    """Rows first, first + 1, ... of a (S, D) matrix as a (BLOCK, BLOCK_D) tile; zero past D, and past `end` when TAIL.
+
+    A row past the end may hold NaN, and 0 * NaN is NaN: masking the scores is not enough.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    # 64 bit, and split so that a loop over `first` adds one scalar an iteration.
+    at = (base + tl.cast(first, tl.int64) * stride) + (row.to(tl.int64) * stride + dim)
+    if TAIL and D != BLOCK_D:
+        tile = tl.load(at, mask=(row < end - first) & (dim < D), other=0.0)
+    elif TAIL:
+        tile = tl.load(at, mask=row < end - first, other=0.0)
+    elif D != BLOCK_D:
+        tile = tl.load(at, mask=dim < D, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    base, tile, first, stride, end, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr
+):
+    """The way back of `load_tile`, rounding once; nothing is written past `end` or D."""
+    row = tl.arange(0, BLOCK)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    at = (base + tl.cast(first, tl.int64) * stride) + (row.to(tl.int64) * stride + dim)
+    within = row < end - first
+    if D != BLOCK_D:
+        within = within & (dim < D)
+    tl.store(at, tile.to(base.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def exponential(x, NATURAL: tl.constexpr):
+    """exp of a score difference, in the scores' units."""
+    if NATURAL:
+        x = x * LOG2E
+    return tl.exp2(x)
+
+
+@triton.jit
+def scores(
+    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mask_m, stride_mask_n,
+    TAILS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """S and tanh from q.k, in the contract's order: scale, softcap, float mask and ALiBi, then what hides a key (-inf).
+
+    TAILS: the tile is cut by the band or by the end of the keys. tanh is needed for the softcap's derivative.
+    """
+    S = qk * scale
+    tanh = S
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.exp2(S * (2.0 * LOG2E)) + 1.0)
+        S = tanh * softcap
+    if MASK is not None:
+        within = (i < q_len) & (j < kv_len)
+        at = mask + i * stride_mask_m + j * stride_mask_n
+        if MASK == "float":
+            S += tl.load(at, mask=within, other=0.0).to(tl.float32)
+    if ALIBI:
+        S -= slope * tl.abs(i + shift - j).to(tl.float32)
+    if MASK == "bool":
+        S = tl.where(tl.load(at, mask=within, other=0) != 0, S, float("-inf"))
+    if TAILS:
+        visible = j < kv_len
+        if LEFT:
+            visible = visible & (j >= i + shift - left)
+        if RIGHT:
+            visible = visible & (j <= i + shift + right)
+        S = tl.where(visible, S, float("-inf"))
+    return S, tanh
+
+
+@triton.jit
+def dropout_keep(seed, row, key, bh, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which weights dropout keeps, (block_m, block_n), for the tile that starts at query `row` and key `key`.
+
+    Philox4x32-10 with counter (j // 4, i, b * Hq + h, offset), key (seed lo, seed hi) and lane j % 4: a function of the
+    weight alone, so that every kernel, tile size and backend drops the same ones.
+    """
+    groups = (key // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    i = (row + tl.arange(0, BLOCK_M))[:, None]
+    groups, i = tl.broadcast(groups, i)
+    offset = tl.load(seed + 1).to(tl.uint32)
+    word0, word1, word2, word3 = tl.philox(tl.load(seed), groups, i, bh, offset)
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # (block_m, block_n / 4, 2, 2): lanes in order
+    return tl.reshape(words, (BLOCK_M, BLOCK_N)) >= threshold
