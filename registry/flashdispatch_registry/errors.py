@@ -12,6 +12,7 @@ FlashDispatchError
 ├── ForwardModeError (NotImplementedError)      forward-mode derivatives of attention
 ├── RecomputeError (RuntimeError)               checkpointing recomputed with another backend
 ├── BackendContractError (RuntimeError)         a backend returned what the contract does not allow
+├── ColdKernelError (RuntimeError)              a kernel would have to be compiled while a CUDA graph is captured
 ├── FallbackError (RuntimeError)                FLASHDISPATCH_FALLBACK=error refused a slow path
 ├── PluginError (RuntimeError)                  a plugin broke the rules (strict mode, or run-time registration)
 └── BackendLoadError (RuntimeError)             a backend's code could not be imported
@@ -93,6 +94,10 @@ class RecomputeError(FlashDispatchError, RuntimeError):
 
 class BackendContractError(FlashDispatchError, RuntimeError):
     """A backend returned what the contract does not allow: a wrong shape or dtype, a missing LSE or gradient."""
+
+
+class ColdKernelError(FlashDispatchError, RuntimeError):
+    """A kernel would have to be compiled or loaded while a stream is capturing; `prepare` does it ahead."""
 
 
 class FallbackError(FlashDispatchError, RuntimeError):

@@ -1,0 +1,151 @@
+"""From a launch to a compiled kernel: ahead of time, for the GPU at hand or for another architecture without one.
+
+Triton's own `kernel[grid](...)` looks at every argument of every call to see which kernel it needs. Here that is decided
+once, when a call is bound: `Recipe` is all that a compiled kernel depends on, and `compiled` keeps one per recipe and
+device. Triton's cache on disk lies beneath, so that another process only loads it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flashdispatch_backends.triton_fa2.backward import dkdv_kernel, dq_kernel
+from flashdispatch_backends.triton_fa2.forward import forward_kernel
+from flashdispatch_backends.triton_fa2.mask_gradient import dmask_kernel
+from flashdispatch_backends.triton_fa2.tiles import Shape
+from flashdispatch_registry.arch import sm_number
+from flashdispatch_registry.errors import ColdKernelError, InvalidRequestError
+from flashdispatch_registry.kernels import KernelFacts
+
+KERNELS: dict[str, Any] = {
+    "forward": forward_kernel,
+    "dq": dq_kernel,
+    "dkdv": dkdv_kernel,
+    "dmask": dmask_kernel,
+}
+ALIGNED_POINTERS = frozenset({"q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"})
+UNALIGNED_STRIDES = frozenset({"stride_mb", "stride_mh", "stride_mm", "stride_mn", "stride_slopes"})
+ALIGNMENT = 16
+"""Bytes: what the widest load of a thread wants of an address."""
+STRIDE_UNIT = 8
+"""Elements of 16 bit in it. One number for every dtype: more would mean more kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that a compiled kernel depends on, the device apart."""
+
+    kernel: str
+    types: tuple[str, ...]
+    """Of each argument, in the kernel's order; "constexpr" for those compiled in."""
+    constants: tuple[tuple[str, Any], ...]
+    shape: Shape
+    aligned: bool
+    """`ALIGNED_POINTERS` are multiples of 16 bytes, and all strides but `UNALIGNED_STRIDES` of 8 elements."""
+
+
+def build(recipe: Recipe, arch: int) -> Any:
+    """Compiles for compute capability `arch` (90 for sm_90); needs no GPU. Returns Triton's CompiledKernel."""
+    fn = KERNELS[recipe.kernel]
+    names = fn.arg_names
+    signature = dict(zip(names, recipe.types, strict=True))
+    attributes = {}
+    if recipe.aligned:
+        for index, (name, kind) in enumerate(signature.items()):
+            if name in ALIGNED_POINTERS and kind != "constexpr":
+                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+            elif name.startswith("stride_") and name not in UNALIGNED_STRIDES and kind == "i64":
+                attributes[(index,)] = [["tt.divisibility", STRIDE_UNIT]]
+    source = ASTSource(fn, signature, dict(recipe.constants), attributes)
+    options = {"num_warps": recipe.shape.num_warps, "num_stages": recipe.shape.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+_compiled: dict[tuple[Recipe, int], Any] = {}
+
+
+def compiled(recipe: Recipe, device: int) -> Any:
+    """The kernel, loaded on `device`, which is the current one.
+
+    Raises ColdKernelError when it would have to be compiled or loaded while a stream is capturing.
+    """
+    kernel = _compiled.get((recipe, device))
+    if kernel is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ColdKernelError(
+                f"{recipe.kernel} kernel of triton_fa2 is not compiled yet, and a CUDA graph is being captured. Call "
+                "flashdispatch.prepare(...) with the same arguments, or run the call once, before capturing"
+            )
+        major, minor = torch.cuda.get_device_capability(device)
+        kernel = build(recipe, 10 * major + minor)
+        _ = kernel.run  # loads it
+        _compiled[recipe, device] = kernel
+    return kernel
+
+
+def compile_all(recipes: Sequence[Recipe], device: int) -> None:
+    """Compiles side by side, and loads; raises the first failure."""
+    major, minor = torch.cuda.get_device_capability(device)
+    missing = [recipe for recipe in dict.fromkeys(recipes) if (recipe, device) not in _compiled]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda recipe: build(recipe, 10 * major + minor), missing))
+    for recipe in missing:
+        compiled(recipe, device)  # now found on disk
+
+
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_TELLING = {
+    "wgmma": r"\bwgmma\.mma_async",
+    "mma.sync": r"\bmma\.sync",
+    "tcgen05": r"\btcgen05\.mma",
+    "fma.f32": r"\bfma\.rn\.f32",
+    "ex2": r"\bex2\.approx",
+    "cp.async": r"\bcp\.async\.(cg|ca)",
+    "ldmatrix": r"\bldmatrix",
+}
+"""What to count in PTX: instructions that tell the hardware path."""
+
+
+def facts(recipe: Recipe, arch: str) -> KernelFacts:
+    """Compiles `recipe` for `arch` and reads what came out."""
+    number = sm_number(arch)
+    if number is None:
+        raise InvalidRequestError(f"Triton compiles for NVIDIA architectures such as sm_90, not for {arch}")
+    kernel = build(recipe, number)
+    usage, sass = _disassemble(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
+    return KernelFacts(
+        kernel=recipe.kernel,
+        arch=arch,
+        tile=recipe.shape.to_tile(),
+        registers=usage["REG"],
+        spill_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=kernel.metadata.shared,
+        threads=32 * recipe.shape.num_warps,
+        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _TELLING.items()},
+        texts={"ttir": kernel.asm["ttir"], "ttgir": kernel.asm["ttgir"], "ptx": ptx, "sass": sass},
+    )
+
+
+def _disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
+    """Resource usage and machine code of a cubin, by the disassembler that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = [str(_BIN / "cuobjdump"), file.name]
+        usage = subprocess.run([*dump, "--dump-resource-usage"], check=True, capture_output=True, text=True).stdout
+        sass = subprocess.run([*dump, "--dump-sass"], check=True, capture_output=True, text=True).stdout
+    found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage))
+    return {name: int(value) for name, value in found.items()}, sass
