@@ -1,7 +1,8 @@
 """Environment variables: what each means, what it may say, and which ones look like ours and are not.
 
 `FLASHDISPATCH_BACKEND` and `FLASHDISPATCH_DISABLE` are read on every call (see `_forcing`), so that a change in a
-running process counts at once. FALLBACK and CHECK are read when a plan is made, the plugin variables at first use.
+running process counts at once. FALLBACK and CHECK are read when a plan is made, the plugin variables at first use, and
+CACHE_DIR by `flashdispatch_registry.tile_store` whenever it looks for a file.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ KNOWN: Mapping[str, str] = {
     "FLASHDISPATCH_PLUGINS": "load only these third-party plugins (a,b: entry points or distributions; empty: none)",
     "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1: load no third-party plugin that FLASHDISPATCH_PLUGINS does not name",
     "FLASHDISPATCH_STRICT_PLUGINS": "1: a broken plugin raises instead of being passed over",
+    "FLASHDISPATCH_CACHE_DIR": "the folder for what is tuned on this machine, instead of the user's cache folder",
 }
 """Every variable, with its meaning in a line."""
 

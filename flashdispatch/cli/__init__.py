@@ -1,4 +1,4 @@
-"""The command line: ``flashdispatch doctor | explain | matrix | demo``.
+"""The command line: ``flashdispatch doctor | explain | source | tune | matrix | demo``.
 
 For people by default; ``--json`` on each command prints one JSON document, and nothing else, on stdout. Exit codes:
 
@@ -10,13 +10,14 @@ For people by default; ``--json`` on each command prints one JSON document, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from flashdispatch import __version__
-from flashdispatch.cli import demo, doctor, explain, matrix
+from flashdispatch.cli import demo, doctor, explain, matrix, source, tune
 from flashdispatch_registry.errors import FlashDispatchError
 
 
@@ -66,5 +67,15 @@ def _paragraphs(docstring: str | None) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in (docstring or "").split("\n\n"))
 
 
-for _name, _module in (("doctor", doctor), ("explain", explain), ("matrix", matrix), ("demo", demo)):
-    app.command(_name, help=_paragraphs(_module.run.__doc__), epilog=_module.EXAMPLES)(_module.run)
+def _add(group: typer.Typer, name: str, command: Callable[..., None], examples: str) -> None:
+    group.command(name, help=_paragraphs(command.__doc__), epilog=examples)(command)
+
+
+_add(app, "doctor", doctor.run, doctor.EXAMPLES)
+_add(app, "explain", explain.run, explain.EXAMPLES)
+_add(app, "source", source.run, source.EXAMPLES)
+_tune = typer.Typer(rich_markup_mode="rich", no_args_is_help=True, add_completion=False)
+_add(_tune, "tiles", tune.tiles, tune.EXAMPLES)
+app.add_typer(_tune, name="tune", help="Measure on this GPU what can be chosen there, and keep it.")
+_add(app, "matrix", matrix.run, matrix.EXAMPLES)
+_add(app, "demo", demo.run, demo.EXAMPLES)

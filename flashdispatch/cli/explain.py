@@ -1,30 +1,15 @@
-"""``flashdispatch explain``: which backend would run a call, and why, from a description of the call.
-
-The call is made of tensors on torch's meta device, which have shapes and no memory, and goes through the same checks as
-`flashdispatch.attention`: a machine without a GPU can ask about any GPU.
-"""
+"""``flashdispatch explain``: which backend would run a call, and why, from a description of the call."""
 
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from typing import Annotated
 
-import torch
 import typer
-from torch import Tensor
 
-import flashdispatch
+from flashdispatch.cli.described_call import CHOICE, AsProblem, DescribedCall, describes_a_call, plan_of
 from flashdispatch.cli.machine import this_machine
 from flashdispatch.cli.output import show
-from flashdispatch.cli.problem_text import LIMIT, read_problem
-from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError, UnknownBackendError
-from flashdispatch_registry.problem import DTYPES, Problem
-from flashdispatch_registry.select import nearest
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -38,238 +23,29 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch explain[/] --problem - --arch sm_80 < plan.json"""
 
-DTYPE_ALIASES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
-
-class Layout(StrEnum):
-    """The order of the dims."""
-
-    bshd = "bshd"
-    bhsd = "bhsd"
-
-
-class Mask(StrEnum):
-    """Kinds of attn_mask."""
-
-    bool = "bool"
-    float = "float"
-
-
-_SHAPES, _MASKS, _RESULTS, _CHOICE = "Shapes", "Masks and scores", "Results", "Choice and output"
-
-
+@describes_a_call
 def run(
     ctx: typer.Context,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", help=f"{', '.join(DTYPES)}; or {', '.join(DTYPE_ALIASES)}.", rich_help_panel=_SHAPES
-        ),
-    ] = "bfloat16",
-    batch: Annotated[int, typer.Option(min=0, help="Sequences B.", rich_help_panel=_SHAPES)] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads Hq.", rich_help_panel=_SHAPES)] = 16,
-    heads_kv: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Key/value heads Hkv; fewer than Hq is GQA.", show_default="Hq", rich_help_panel=_SHAPES
-        ),
-    ] = None,
-    seqlen: Annotated[
-        int, typer.Option(min=0, help="Queries Sq and keys Sk of a sequence.", rich_help_panel=_SHAPES)
-    ] = 4096,
-    seqlen_q: Annotated[
-        int | None, typer.Option(min=0, help="Sq, where it differs.", show_default="--seqlen", rich_help_panel=_SHAPES)
-    ] = None,
-    seqlen_k: Annotated[
-        int | None, typer.Option(min=0, help="Sk, where it differs.", show_default="--seqlen", rich_help_panel=_SHAPES)
-    ] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Head dim D of q and k.", rich_help_panel=_SHAPES)] = 128,
-    head_dim_v: Annotated[
-        int | None, typer.Option(min=1, help="Head dim Dv of v.", show_default="D", rich_help_panel=_SHAPES)
-    ] = None,
-    layout: Annotated[Layout, typer.Option(help="Order of the dims.", rich_help_panel=_SHAPES)] = Layout.bshd,
-    q_lens: Annotated[
-        bool, typer.Option("--q-lens", help="Queries are padded, with lengths.", rich_help_panel=_SHAPES)
-    ] = False,
-    kv_lens: Annotated[
-        bool, typer.Option("--kv-lens", help="Keys are padded, with lengths.", rich_help_panel=_SHAPES)
-    ] = False,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="The last query sees the last key.", rich_help_panel=_MASKS)
-    ] = False,
-    top_left: Annotated[
-        bool,
-        typer.Option(
-            "--top-left",
-            help="Causal, the first query sees the first key (PyTorch's is_causal).",
-            rich_help_panel=_MASKS,
-        ),
-    ] = False,
-    window: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS),
-    ] = None,
-    mask: Annotated[Mask | None, typer.Option(help="A full attn_mask.", rich_help_panel=_MASKS)] = None,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_MASKS)] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="A sink logit per head.", rich_help_panel=_MASKS)] = False,
-    softcap: Annotated[float | None, typer.Option(help="cap·tanh(S/cap).", rich_help_panel=_MASKS)] = None,
-    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability.", rich_help_panel=_MASKS)] = 0.0,
-    grad: Annotated[
-        bool, typer.Option("--grad/--no-grad", help="Gradients of q, k and v.", rich_help_panel=_RESULTS)
-    ] = False,
-    mask_grad: Annotated[
-        bool, typer.Option("--mask-grad", help="A gradient of the float mask.", rich_help_panel=_RESULTS)
-    ] = False,
-    sinks_grad: Annotated[
-        bool, typer.Option("--sinks-grad", help="A gradient of the sinks.", rich_help_panel=_RESULTS)
-    ] = False,
-    lse: Annotated[bool, typer.Option("--lse", help="Return the LSE.", rich_help_panel=_RESULTS)] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="A bitwise repeatable backward.", rich_help_panel=_RESULTS)
-    ] = False,
+    call: DescribedCall,
     arch: Annotated[
         str | None,
-        typer.Option(help="GPU architecture (sm_90) or cpu.", show_default="this machine's", rich_help_panel=_CHOICE),
+        typer.Option(help="GPU architecture (sm_90) or cpu.", show_default="this machine's", rich_help_panel=CHOICE),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Force one, or a chain a,b.", show_default="automatic", rich_help_panel=_CHOICE)
+        str | None, typer.Option(help="Force one, or a chain a,b.", show_default="automatic", rich_help_panel=CHOICE)
     ] = None,
-    problem: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="A Problem, or the --json of an earlier run; [bold]-[/] reads stdin. Takes the place of the "
-            "shapes, masks and results above.",
-            rich_help_panel=_CHOICE,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.", rich_help_panel=_CHOICE)] = False,
+    problem: AsProblem = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.", rich_help_panel=CHOICE)] = False,
 ) -> None:
     """Show which backend would run a call, and why. Needs no GPU.
 
     Exits with 1 when nothing can run it.
     """
-    if problem is not None:
-        _reject_beside_problem(ctx)
-        asked = _read(problem)
-        with _usage_errors():
-            plan = flashdispatch.explain(asked, arch=arch, backend=backend)
-    else:
-        if mask_grad and mask is not Mask.float:
-            raise typer.BadParameter("only a float mask has a gradient: add --mask float", param_hint="--mask-grad")
-        if sinks_grad and not sinks:
-            raise typer.BadParameter("add --sinks", param_hint="--sinks-grad")
-        length_q, length_k = (seqlen if length is None else length for length in (seqlen_q, seqlen_k))
-        sides = _window(window)
-        ends_at_itself = causal or (sides is not None and sides[1] == 0)
-        if ends_at_itself and not top_left and kv_lens and not q_lens and length_q > 1:
-            raise typer.BadParameter(
-                "which query is the last one? Add --q-lens (queries have lengths too, and end where the keys end), or "
-                "--top-left (query i sees keys 0..i, whatever the lengths)",
-                param_hint=f"{'--causal' if causal else '--window'} with --kv-lens",
-            )
-        kind = _dtype(dtype)
-
-        def sized(count: int, length: int, dim: int) -> Tensor:
-            shape = (batch, length, count, dim) if layout is Layout.bshd else (batch, count, length, dim)
-            return _empty(shape, kind, requires_grad=grad)
-
-        def lengths(wanted: bool) -> Tensor | None:
-            return _empty((batch,), torch.int32) if wanted else None
-
-        def per_head(wanted: bool, *, requires_grad: bool = False) -> Tensor | None:
-            return _empty((heads,), torch.float32, requires_grad=requires_grad) if wanted else None
-
-        attn_mask = None
-        if mask is not None:
-            mask_dtype = kind if mask is Mask.float else torch.bool
-            attn_mask = _empty((1, 1, length_q, length_k), mask_dtype, requires_grad=mask_grad)
-        heads_kv = heads if heads_kv is None else heads_kv
-        with _usage_errors():
-            plan = flashdispatch.explain(
-                sized(heads, length_q, head_dim),
-                sized(heads_kv, length_k, head_dim),
-                sized(heads_kv, length_k, head_dim if head_dim_v is None else head_dim_v),
-                causal="top_left" if top_left else causal,
-                window=sides,
-                attn_mask=attn_mask,
-                alibi_slopes=per_head(alibi),
-                sinks=per_head(sinks, requires_grad=sinks_grad),
-                q_lens=lengths(q_lens),
-                kv_lens=lengths(kv_lens),
-                softcap=softcap,
-                dropout_p=dropout,
-                layout=layout.value,
-                return_lse=lse,
-                deterministic=deterministic or None,
-                backend=backend,
-                arch=this_machine().arch if arch is None else arch,
-            )
+    plan = plan_of(ctx, call, problem, arch=arch, otherwise=this_machine().arch, backend=backend)
     if as_json:
         typer.echo(json.dumps(plan.to_json(), indent=2))
     else:
         show(plan)
     if plan.chosen is None:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """A call that means nothing is a command that means nothing. The message keeps its lines: it may hold a list."""
-    try:
-        yield
-    except (InvalidRequestError, InvalidTypeError, UnknownBackendError) as error:
-        said = str(error).replace(" meta,", ",")  # where our tensors are is no part of the question
-        typer.echo(f"error: {said}", err=True)
-        raise typer.Exit(2) from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    try:
-        return DTYPES[DTYPE_ALIASES.get(name, name)]
-    except KeyError:
-        known = [*DTYPES, *DTYPE_ALIASES]
-        raise typer.BadParameter(
-            f"{name!r} is none of {', '.join(known)}.{nearest(name, known)}", param_hint="--dtype"
-        ) from None
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, *, requires_grad: bool = False) -> Tensor:
-    # With the empty dims counted as 1: the strides of the others must fit as well.
-    if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= LIMIT:
-        sizes = " x ".join(str(size) if size < LIMIT else "..." for size in shape)
-        raise typer.BadParameter(f"a tensor of {sizes} is larger than any that torch can describe")
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
-def _window(texts: tuple[str, str] | None) -> tuple[int | None, int | None] | None:
-    if texts is None:
-        return None
-    try:
-        left, right = (None if text.lower() == "none" else int(text) for text in texts)
-    except ValueError:
-        raise typer.BadParameter(
-            f"two sides, each a number of keys or none, got {' '.join(texts)!r}", param_hint="--window"
-        ) from None
-    return left, right
-
-
-def _read(text: str) -> Problem:
-    try:
-        return read_problem(sys.stdin.read() if text == "-" else text)
-    except UnicodeDecodeError:
-        raise typer.BadParameter("stdin is no text", param_hint="--problem") from None
-    except ValueError as error:
-        raise typer.BadParameter(f"this is no Problem: {error}", param_hint="--problem") from None
-
-
-_BESIDE_PROBLEM = frozenset({"problem", "arch", "backend", "as_json"})
-
-
-def _reject_beside_problem(ctx: typer.Context) -> None:
-    """--problem says it all: another description beside it must not be dropped in silence."""
-    for name in ctx.params:
-        source = ctx.get_parameter_source(name)
-        if name not in _BESIDE_PROBLEM and source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            raise typer.BadParameter(f"{option} can't be combined with it", param_hint="--problem")

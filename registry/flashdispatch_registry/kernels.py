@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from flashdispatch_registry.problem import Problem
 
 Tile = Mapping[str, int]
-"""A kernel's tile and launch choice, in the backend's own words: ``{"block_m": 128, "block_n": 64, "num_warps": 8}``."""
+"""A kernel's tile and launch choice in the backend's own words: ``{"block_m": 128, "block_n": 64, "num_warps": 8}``."""
 
 
 @runtime_checkable
@@ -25,7 +25,10 @@ class Tunable(Protocol):
         ...
 
     def tile_key(self, problem: Problem, kernel: str) -> str:
-        """The row of the backend's tile table that `problem` reads: problems with one key share one tile."""
+        """The row of the backend's tile table that `problem` reads: problems with one key share one tile.
+
+        It names the kernel too (``"dq d128 bf16 causal"``): two kernels never have one key.
+        """
         ...
 
     def tile_space(self, problem: Problem, kernel: str) -> Sequence[Tile]:
@@ -37,7 +40,19 @@ class Tunable(Protocol):
         ...
 
     def set_tile(self, problem: Problem, kernel: str, tile: Tile | None) -> None:
-        """Uses `tile` for the problem's key from now on, in this process; None goes back to what was tuned or shipped."""
+        """Uses `tile` for the problem's key from now on in this process; None: what was tuned or shipped, again."""
+        ...
+
+
+@runtime_checkable
+class PreparesTiles(Protocol):
+    """A tunable backend that compiles many tiles faster at once than one after the other."""
+
+    def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
+        """Compiles `kernel` with each of `tiles` side by side, so that `prepare` finds them done.
+
+        Sets no tile. One that does not compile is passed over: `prepare` says why when its turn comes.
+        """
         ...
 
 

@@ -156,8 +156,8 @@ def dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dk,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dk,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +166,7 @@ def dkdv_kernel(
     blocks = tl.cdiv(seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
     block = pid % blocks
-    heads_kv = heads // group
+    heads_kv = heads // GROUP
     b, kv_head = (pid // blocks) // heads_kv, (pid // blocks) % heads_kv
     b64, kv64 = tl.cast(b, tl.int64), tl.cast(kv_head, tl.int64)
 
@@ -185,8 +185,8 @@ def dkdv_kernel(
         edges = query_blocks(first, first + BLOCK_N - 1, shift, q_len, kv_len, left, right, LEFT, RIGHT, BLOCK_M)
         K = load_tile(k, first, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, True)
         V = load_tile(v, first, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, True)
-        for member in tl.range(group):
-            h = kv_head * group + member
+        for member in tl.range(GROUP):
+            h = kv_head * GROUP + member
             h64 = tl.cast(h, tl.int64)
             bh = b * heads + h
             row_base = (b64 * heads + h64) * seqlen_q + q_start
@@ -200,10 +200,10 @@ def dkdv_kernel(
             mask_h = mask
             if mask is not None:
                 mask_h = mask + b64 * stride_mb + h64 * stride_mh
-            for phase in tl.static_range(0, 3):
+            for phase in tl.static_range(0, 3 if LEFT else 2):
                 for row in tl.range(edges[phase], edges[phase + 1], BLOCK_M):
-                    Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, phase != WHOLE)
-                    dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, phase != WHOLE)
+                    Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
+                    dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, True)
                     LSE = load_lse(lse + row_base, row, q_len, NATURAL, BLOCK_M)
                     qkT = tl.dot(K, tl.trans(Q), input_precision=PRECISION)
                     i = (row + tl.arange(0, BLOCK_M))[None, :]

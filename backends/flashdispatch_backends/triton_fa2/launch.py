@@ -131,7 +131,7 @@ def _values(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> dict[str,
     return {
         "stride_mb": strides[0], "stride_mh": strides[1], "stride_mm": strides[2], "stride_mn": strides[3],
         "stride_slopes": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        "heads": q.shape[2], "group": q.shape[2] // max(1, k.shape[2]), "batch": q.shape[0],
+        "heads": q.shape[2], "group": problem.group, "GROUP": problem.group, "batch": q.shape[0],
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
         "left": beyond if band.left is None else min(band.left, beyond),
         "right": beyond if band.right is None else min(band.right, beyond),

@@ -76,23 +76,24 @@ def query_blocks(
 ):
     """Query blocks that see a key of first..last (inclusive): (start, full_start, full_end, end), as in `key_blocks`.
 
-    `last` may lie past the keys, in the last block; then no query block is full.
+    The end of the queries cuts no block: rows past it are loaded as 0, with LSE = +inf, and so have P = 0. The end of
+    the keys does: of a key block that holds it, [start, full_start) is everything.
     """
     start = 0
     end = q_len
     full_start = 0
-    full_end = q_len // BLOCK_M * BLOCK_M
+    full_end = q_len
     if RIGHT:  # p >= j - right
         start = tl.maximum(first - right - shift, 0) // BLOCK_M * BLOCK_M
         full_start = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK_M) * BLOCK_M
     if LEFT:  # p <= j + left
         end = tl.minimum(end, tl.minimum(last, kv_len - 1) + left - shift + 1)
-        full_end = tl.minimum(full_end, tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M)
+        full_end = tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M
     if last >= kv_len:
-        full_end = 0
+        full_start = end
     end = tl.maximum(end, start)
     full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_M) * BLOCK_M)
-    full_end = tl.maximum(full_end, full_start)
+    full_end = tl.minimum(tl.maximum(full_end, full_start), tl.maximum(end, full_start))
     return start, full_start, full_end, end
 
 
