@@ -34,7 +34,8 @@ import triton.language as tl
 
 from flashdispatch_backends.triton_fa2.scores import (
     LOG2E,
-    WHOLE,
+    block_start,
+    count_blocks,
     diagonal,
     dropout_keep,
     exponential,
@@ -127,16 +128,17 @@ def dq_kernel(
             last = tl.minimum(first + BLOCK_M, q_len) - 1
             edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
             Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
-            for phase in tl.static_range(0 if LEFT else 1, 3):
-                for key in tl.range(edges[phase], edges[phase + 1], BLOCK_N):
-                    K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, phase != WHOLE)
-                    V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, phase != WHOLE)
+            for cut in tl.static_range(2):
+                for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
+                    key = block_start(edges, index, cut, BLOCK_N)
+                    K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, cut)
+                    V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)
                     qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                     j = (key + tl.arange(0, BLOCK_N))[None, :]
                     S, tanh = scores(
                         qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                        phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     P = exponential(S - LSE[:, None], NATURAL)
                     if seed is not None:
@@ -200,16 +202,17 @@ def dkdv_kernel(
             mask_h = mask
             if mask is not None:
                 mask_h = mask + b64 * stride_mb + h64 * stride_mh
-            for phase in tl.static_range(0, 3 if LEFT else 2):
-                for row in tl.range(edges[phase], edges[phase + 1], BLOCK_M):
-                    Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
-                    dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, True)
+            for cut in tl.static_range(2):
+                for index in tl.range(count_blocks(edges, cut, BLOCK_M)):
+                    row = block_start(edges, index, cut, BLOCK_M)
+                    Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, cut)
+                    dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, cut)
                     LSE = load_lse(lse + row_base, row, q_len, NATURAL, BLOCK_M)
                     qkT = tl.dot(K, tl.trans(Q), input_precision=PRECISION)
                     i = (row + tl.arange(0, BLOCK_M))[None, :]
                     ST, tanhT = scores(
                         qkT, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
-                        stride_mn, phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     PT = exponential(ST - LSE[None, :], NATURAL)
                     ZT = PT  # the weights after dropout

@@ -33,6 +33,8 @@ KERNELS: dict[str, Any] = {
     "forward": forward_kernel,
     "dq": dq_kernel,
     "dkdv": dkdv_kernel,
+    "dk": dkdv_kernel,
+    "dv": dkdv_kernel,
     "dmask": dmask_kernel,
 }
 ALIGNED_POINTERS = frozenset({"q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"})

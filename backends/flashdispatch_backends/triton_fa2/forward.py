@@ -33,7 +33,8 @@ import triton.language as tl
 
 from flashdispatch_backends.triton_fa2.scores import (
     LOG2E,
-    WHOLE,
+    block_start,
+    count_blocks,
     diagonal,
     dropout_keep,
     exponential,
@@ -100,12 +101,13 @@ def forward_kernel(
         last = tl.minimum(first + BLOCK_M, q_len) - 1
         edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
         Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
-        for phase in tl.static_range(0 if LEFT else 1, 3):
-            for key in tl.range(edges[phase], edges[phase + 1], BLOCK_N):
+        for cut in tl.static_range(2):
+            for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
+                key = block_start(edges, index, cut, BLOCK_N)
                 # FA-2 Algorithm 1 lines 6 to 11
-                K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, phase != WHOLE)
+                K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, cut)
                 qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-                if PLAIN and phase == WHOLE:  # the scale is folded: one fused multiply-add and one exp2 a score
+                if PLAIN and not cut:  # the scale is folded: one fused multiply-add and one exp2 a score
                     m_new = tl.maximum(m, tl.max(qk, 1) * scale)
                     P = tl.exp2(qk * scale - m_new[:, None])
                     alpha = tl.exp2(m - m_new)
@@ -113,7 +115,7 @@ def forward_kernel(
                     j = (key + tl.arange(0, BLOCK_N))[None, :]
                     S, _ = scores(
                         qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                        phase != WHOLE, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(S, 1))
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - 0, not -inf - -inf
@@ -122,7 +124,7 @@ def forward_kernel(
                 l = alpha * l + tl.sum(P, 1)  # noqa: E741  of the weights before dropout
                 if seed is not None:
                     P = tl.where(dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N), P, 0.0)
-                V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, phase != WHOLE)
+                V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)
                 acc = tl.dot(P.to(V.dtype), V, acc * alpha[:, None], input_precision=PRECISION)
                 m = m_new
 

@@ -208,7 +208,7 @@ class TritonFA2:
         """The kernels that `problem` launches."""
         if not problem.needs_backward:
             return ("forward",)
-        return ("forward", "dq", "dkdv") + (("dmask",) if "attn_mask" in problem.needs_grad else ())
+        return ("forward", "dq", *tiles.key_passes(problem), *(("dmask",) if "attn_mask" in problem.needs_grad else ()))
 
     def tile_key(self, problem: Problem, kernel: str) -> str:
         """See `tiles.key`."""
@@ -313,9 +313,11 @@ def backward_launches(
             "dq", _blocks(seqlen_q, backend.shape(problem, "dq").block_m) * heads * batch,
             {"out": out, "dlse": row if with_dlse else None, "dq": gradients.q, "dsinks": dsinks}, {},
         )  # fmt: skip
-    if needs.k or needs.v:
-        grid = _blocks(k.shape[1], backend.shape(problem, "dkdv").block_n) * k.shape[2] * batch
-        add("dkdv", grid, {"dk": gradients.k, "dv": gradients.v}, {})
+    for kernel in tiles.key_passes(problem):
+        outputs = {"dk": gradients.k if "dk" in kernel else None, "dv": gradients.v if "dv" in kernel else None}
+        if any(output is not None for output in outputs.values()):
+            grid = _blocks(k.shape[1], backend.shape(problem, kernel).block_n) * k.shape[2] * batch
+            add(kernel, grid, outputs, {})
     if needs.attn_mask and extras.attn_mask is not None:
         shape, mask = backend.shape(problem, "dmask"), extras.attn_mask
         per = [size > 1 for size in mask.shape]

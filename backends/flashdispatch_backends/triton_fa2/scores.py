@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-WHOLE: tl.constexpr = tl.constexpr(1)
-"""Of the three phases of a loop over blocks, the one whose blocks no edge of the band and no tail cuts."""
 
 
 @triton.jit
@@ -49,52 +47,76 @@ def diagonal(q_len, kv_len, TOP_LEFT: tl.constexpr):
 def key_blocks(
     first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Key blocks that the queries first..last (inclusive) see: (start, full_start, full_end, end).
+    """Key blocks that the queries first..last (inclusive) see: (start, whole_start, whole_end, end).
 
-    Blocks in [start, full_start) and [full_end, end) hold a key that some query does not see; those in
-    [full_start, full_end) need no mask at all. All but `end` are multiples of BLOCK_N.
+    Blocks in [whole_start, whole_end) need no mask of position. Those in [start, whole_start) and [whole_end, end) hold
+    a key that some query does not see. All but `end` are multiples of BLOCK_N.
     """
     start = 0
     end = kv_len
-    full_start = 0
-    full_end = kv_len // BLOCK_N * BLOCK_N
+    whole_start = 0
+    whole_end = kv_len // BLOCK_N * BLOCK_N
     if LEFT:  # j >= p - left; Triton's // truncates, so its left side must not be negative
         start = tl.maximum(first + shift - left, 0) // BLOCK_N * BLOCK_N
-        full_start = tl.cdiv(tl.maximum(last + shift - left, 0), BLOCK_N) * BLOCK_N
+        whole_start = tl.cdiv(tl.maximum(last + shift - left, 0), BLOCK_N) * BLOCK_N
     if RIGHT:  # j <= p + right
         end = tl.minimum(end, last + shift + right + 1)
-        full_end = tl.minimum(full_end, tl.maximum(first + shift + right + 1, 0) // BLOCK_N * BLOCK_N)
-    end = tl.maximum(end, start)
-    full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_N) * BLOCK_N)
-    full_end = tl.maximum(full_end, full_start)
-    return start, full_start, full_end, end
+        whole_end = tl.minimum(whole_end, tl.maximum(first + shift + right + 1, 0) // BLOCK_N * BLOCK_N)
+    return _in_order(start, whole_start, whole_end, end, BLOCK_N)
 
 
 @triton.jit
 def query_blocks(
     first, last, shift, q_len, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Query blocks that see a key of first..last (inclusive): (start, full_start, full_end, end), as in `key_blocks`.
+    """Query blocks that see a key of first..last (inclusive): (start, whole_start, whole_end, end), as in `key_blocks`.
 
-    The end of the queries cuts no block: rows past it are loaded as 0, with LSE = +inf, and so have P = 0. The end of
-    the keys does: of a key block that holds it, [start, full_start) is everything.
+    Of a key block that the end of the keys cuts, no query block is whole.
     """
     start = 0
     end = q_len
-    full_start = 0
-    full_end = q_len
+    whole_start = 0
+    whole_end = q_len // BLOCK_M * BLOCK_M
     if RIGHT:  # p >= j - right
         start = tl.maximum(first - right - shift, 0) // BLOCK_M * BLOCK_M
-        full_start = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK_M) * BLOCK_M
+        whole_start = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK_M) * BLOCK_M
     if LEFT:  # p <= j + left
         end = tl.minimum(end, tl.minimum(last, kv_len - 1) + left - shift + 1)
-        full_end = tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M
+        whole_end = tl.minimum(whole_end, tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M)
     if last >= kv_len:
-        full_start = end
+        whole_end = 0
+    return _in_order(start, whole_start, whole_end, end, BLOCK_M)
+
+
+@triton.jit
+def _in_order(start, whole_start, whole_end, end, BLOCK: tl.constexpr):
+    """The four edges, none before the one to its left: a band may be narrower than a block, or miss it."""
     end = tl.maximum(end, start)
-    full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_M) * BLOCK_M)
-    full_end = tl.minimum(tl.maximum(full_end, full_start), tl.maximum(end, full_start))
-    return start, full_start, full_end, end
+    whole_start = tl.minimum(tl.maximum(whole_start, start), tl.cdiv(end, BLOCK) * BLOCK)
+    whole_end = tl.maximum(whole_end, whole_start)
+    return start, whole_start, whole_end, end
+
+
+@triton.jit
+def count_blocks(edges, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many blocks are whole, or CUT."""
+    if CUT:
+        count = (edges[1] - edges[0]) // BLOCK + tl.cdiv(tl.maximum(edges[3] - edges[2], 0), BLOCK)
+    else:
+        count = (edges[2] - edges[1]) // BLOCK
+    return count
+
+
+@triton.jit
+def block_start(edges, index, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the block number `index` of those `count_blocks` counts begins."""
+    if CUT:
+        before = edges[1] - edges[0]
+        start = index * BLOCK
+        start = tl.where(start < before, edges[0] + start, edges[2] + start - before)
+    else:
+        start = edges[1] + index * BLOCK
+    return start
 
 
 @triton.jit
@@ -145,12 +167,12 @@ def exponential(x, NATURAL: tl.constexpr):
 @triton.jit
 def scores(
     qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mask_m, stride_mask_n,
-    TAILS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    CUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """S and tanh from q.k, in the contract's order: scale, softcap, float mask and ALiBi, then what hides a key (-inf).
 
-    TAILS: the tile is cut by the band or by the end of the keys. tanh is needed for the softcap's derivative.
+    CUT: the tile is cut by the band or by the end of the keys. tanh is needed for the softcap's derivative.
     """
     S = qk * scale
     tanh = S
@@ -166,7 +188,7 @@ def scores(
         S -= slope * tl.abs(i + shift - j).to(tl.float32)
     if MASK == "bool":
         S = tl.where(tl.load(at, mask=within, other=0) != 0, S, float("-inf"))
-    if TAILS:
+    if CUT:
         visible = j < kv_len
         if LEFT:
             visible = visible & (j >= i + shift - left)

@@ -35,6 +35,11 @@ class Shape(NamedTuple):
         return self._asdict()
 
 
+def _extra(problem: Problem) -> bool:
+    """Whether a score costs more than a product and an exponential: more registers, and tiles of a mask to load."""
+    return bool(problem.attn_mask or problem.alibi or problem.dropout_p or problem.softcap is not None)
+
+
 SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
 
@@ -61,10 +66,19 @@ def key(problem: Problem, kernel: str) -> str:
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     dims = f"d{d}" if d == dv else f"d{d}x{dv}"
     band = "full" if problem.band.is_full else "window" if problem.band.left is not None else "causal"
-    extra = problem.attn_mask or problem.alibi or problem.dropout_p or problem.softcap is not None
     bits = 8 * problem.dtype.itemsize
     precision = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
-    return f"{kernel}/{family(problem.arch)}/{precision}/{dims}/{band}{'/extra' if extra else ''}"
+    return f"{kernel}/{family(problem.arch)}/{precision}/{dims}/{band}{'/extra' if _extra(problem) else ''}"
+
+
+SPLIT_ABOVE = 128
+"""Padded head dims above it: two accumulators of this width do not fit into registers beside each other."""
+
+
+def key_passes(problem: Problem) -> tuple[str, ...]:
+    """How dK and dV are made: together, or, where their accumulators are too wide, in a pass each (S is made twice)."""
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > SPLIT_ABOVE
+    return ("dk", "dv") if wide else ("dkdv",)
 
 
 SHIPPED: Mapping[tuple[str, str, int, int], Shape] = {
@@ -77,7 +91,8 @@ SHIPPED: Mapping[tuple[str, str, int, int], Shape] = {
     ("dq", "sm_90", 16, 256): Shape(64, 64, 8, 1),
     ("dkdv", "sm_90", 16, 64): Shape(64, 128, 8, 2),
     ("dkdv", "sm_90", 16, 128): Shape(64, 128, 8, 2),
-    ("dkdv", "sm_90", 16, 256): Shape(32, 64, 8, 1),
+    ("dk", "sm_90", 16, 256): Shape(64, 128, 8, 1),
+    ("dv", "sm_90", 16, 256): Shape(64, 128, 8, 1),
 }
 
 
@@ -85,7 +100,7 @@ def shipped(problem: Problem, kernel: str) -> Shape:
     """The table's tile, or, where nobody has measured one, a small one that fits everywhere."""
     d = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
     row = SHIPPED.get((kernel, family(problem.arch), 8 * problem.dtype.itemsize, d))
-    if row is not None and kernel != "dmask":
+    if row is not None and not _extra(problem):
         return row
     if problem.dtype is torch.float32:
         return Shape(32, 32, 4, 1) if d > 64 else Shape(64, 32, 4, 1)
@@ -100,7 +115,7 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
         for block_n in (16, 32, 64, 128, 256):
             for num_warps in (4, 8):
                 for num_stages in (1, 2, 3, 4):
-                    resident, streamed = (block_n, block_m) if kernel == "dkdv" else (block_m, block_n)
+                    resident, streamed = (block_n, block_m) if kernel in ("dkdv", "dk", "dv") else (block_m, block_n)
                     if streamed > 128 or resident < 64 or block_m * block_n > 128 * 128:
                         continue
                     rows = resident + streamed * max(1, num_stages - 1)
