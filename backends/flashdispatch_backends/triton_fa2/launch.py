@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from flashdispatch_backends.triton_fa2 import INTERPRETED, compile, tiles
-from flashdispatch_backends.triton_fa2.compile import KERNELS, Recipe
+from flashdispatch_backends.triton_fa2.compile import ALIGNMENT, KERNELS, STRIDE_UNIT, Recipe
 from flashdispatch_backends.triton_fa2.tiles import Shape, padded
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, empty_gradient
 from flashdispatch_registry.kernels import KernelFacts, Tile
@@ -44,6 +44,12 @@ class Launch:
     """Names of the arguments that are tensors, in the kernel's order, absent ones among them."""
     rest: tuple[Any, ...]
     """Every argument after the pointers: numbers, and what is compiled in."""
+
+    def on(self, aligned: bool) -> Launch:
+        """The same for tensors that begin at multiples of 16 bytes, or not."""
+        if aligned or not self.recipe.aligned:
+            return self
+        return replace(self, recipe=replace(self.recipe, aligned=False))
 
     def run(self, tensors: Mapping[str, Tensor | None], device: int) -> None:
         """Launches on torch's current stream of `device`."""
@@ -104,7 +110,7 @@ def _strides(letter: str, tensor: Tensor | None) -> dict[str, int]:
 def _aligned(*tensors: Tensor | None) -> bool:
     """Whether the wide loads may be used, as far as strides say; a stride of a dim of size 1 is multiplied by 0."""
     return all(
-        stride % compile.STRIDE_UNIT == 0 or size == 1
+        stride % STRIDE_UNIT == 0 or size == 1
         for tensor in tensors
         if tensor is not None
         for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
@@ -244,27 +250,42 @@ class TritonFA2:
 class BoundForward:
     """The forward of every call with one call's metadata."""
 
-    def __init__(
-        self, backend: TritonFA2, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
-    ) -> None:
+    def __init__(self, backend: TritonFA2, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         self.launch = forward_launch(backend, problem, q, k, v, extras)
-        self.problem = problem
         self.saves = problem.needs_backward
         self.with_lse = problem.return_lse or self.saves
         self.device, self.index, self.dtype = q.device, q.device.index or 0, q.dtype
         self.out_shape = (*q.shape[:3], problem.head_dim_v)
         self.out_strides = output_strides(self.out_shape, q.stride(), problem.layout)
         self.lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        self.plain = all(extra is None for extra in extras)
+        self.tail = (*(None for _ in self.launch.pointers[5:]), *self.launch.rest)
+        self.kernels: dict[bool, Any] = {}
+        """By whether the addresses are aligned; filled on first use."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device) if self.with_lse else None
-        launch = self.launch
-        if launch.recipe.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % compile.ALIGNMENT:
-            launch = replace(launch, recipe=replace(launch.recipe, aligned=False))
-        launch.run({"q": q, "k": k, "v": v, "out": out, "lse": lse} | _extras(extras), self.index)
-        saved = (q, k, v, out, lse, *(t for t in extras if t is not None)) if self.saves else ()
+        saved = () if not self.saves else (q, k, v, out, lse, *[extra for extra in extras if extra is not None])
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        kernel = self.kernels.get(not (at_q | at_k | at_v) % ALIGNMENT)
+        if kernel is None or not self.plain:
+            self.run_any(q, k, v, out, lse, extras)
+        elif self.launch.grid:
+            # On every call's way, so nothing is looked up here.
+            kernel.run(
+                self.launch.grid, 1, 1, _current_stream(self.index), kernel.function, kernel.packed_metadata, None,
+                None, None, at_q, at_k, at_v, out.data_ptr(), None if lse is None else lse.data_ptr(), *self.tail,
+            )  # fmt: skip
         return Forward(out, lse, saved)
+
+    def run_any(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, extras: Extras) -> None:
+        """The first call, and those with more tensors."""
+        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
+        launch = self.launch.on(aligned)
+        launch.run({"q": q, "k": k, "v": v, "out": out, "lse": lse} | _extras(extras), self.index)
+        if not INTERPRETED and launch.grid:
+            self.kernels[aligned] = compile.compiled(launch.recipe, self.index)
 
 
 def forward_launch(
@@ -342,7 +363,7 @@ def run_backward(
     launches = backward_launches(
         backend, problem, q, k, v, out, dout, gradients, dlse is not None, needs, extras
     )
-    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()) % compile.ALIGNMENT
+    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()) % ALIGNMENT
     index, seqlen_q, seqlen_k = q.device.index or 0, q.shape[1], k.shape[1]
     tensors: dict[str, Tensor | None] = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": torch.empty_like(lse),
@@ -350,8 +371,7 @@ def run_backward(
     } | _extras(extras)  # fmt: skip
     dmask = dsinks = None
     for launch in launches:
-        if misaligned and launch.recipe.aligned:
-            launch = replace(launch, recipe=replace(launch.recipe, aligned=False))
+        launch = launch.on(aligned)
         if launch.recipe.kernel == "dq" and needs.sinks:
             blocks = launch.grid // max(1, q.shape[0] * q.shape[2])
             dsinks = tensors["dsinks"] = lse.new_empty(q.shape[0], q.shape[2], blocks)
