@@ -6,8 +6,9 @@ bitwise repeatable gradients, and no compiling once a kernel is there. Where the
     forward.py, backward.py, mask_gradient.py   the kernels, to be read in this order
     scores.py                                   what they share: key blocks, masks, dropout
     tiles.py                                    which tile and how many warps, as data
-    launch.py                                   the backend object: from tensors to launches
-    compile.py                                  from a launch to a compiled kernel, with or without a GPU
+    arguments.py                                what a problem's kernels are launched with
+    compile.py                                  from there to a compiled kernel, with or without a GPU
+    launch.py                                   the backend object: outputs, addresses, launches
 """
 
 from __future__ import annotations
@@ -21,43 +22,6 @@ from flashdispatch_registry import BackendSpec, Code, HeadDims, Problem, Reason,
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels in NumPy, on CPU tensors, in this whole process: for tests, never by itself."""
-
-
-@hookimpl
-def flashdispatch_backends() -> Iterable[BackendSpec]:
-    """The declaration. Which architectures it was tested on is said by reports, not here."""
-    yield BackendSpec(
-        name="triton_fa2",
-        factory="flashdispatch_backends.triton_fa2.launch:backend",
-        support=Support(
-            dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-            head_dims=HeadDims(1, 256),
-            head_dims_v=HeadDims(1, 256),
-            devices=frozenset({"cpu"}) if INTERPRETED else frozenset({"cuda"}),
-            min_arch="sm_80",
-            causal=frozenset({"bottom_right", "top_left"}),
-            window=True,
-            attn_mask=frozenset({"bool", "float"}),
-            attn_mask_grad=True,
-            alibi=True,
-            sinks=True,
-            sinks_grad=True,
-            lengths=True,
-            softcap=True,
-            dropout=True,
-            gqa=True,
-            backward=True,
-            lse=True,
-            lse_grad=True,
-            deterministic=True,
-        ),
-        priority={"cpu": -1, "*": 50},
-        numerics="exact",
-        memory="linear",
-        requires=("triton>=3.4",),
-        install="pip install 'flashdispatch[triton]'",
-        why_not=why_not,
-    )
 
 
 def why_not(problem: Problem) -> Iterator[Reason]:
@@ -79,3 +43,44 @@ def why_not(problem: Problem) -> Iterator[Reason]:
             Code.BACKEND_LIMIT, "batch", f"{blocks} blocks of 16 rows", "less than 2**31, a launch's largest grid",
             "split the batch",
         )  # fmt: skip
+
+
+SPEC = BackendSpec(
+    name="triton_fa2",
+    factory="flashdispatch_backends.triton_fa2.launch:backend",
+    support=Support(
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        head_dims=HeadDims(1, 256),
+        head_dims_v=HeadDims(1, 256),
+        devices=frozenset({"cpu"}) if INTERPRETED else frozenset({"cuda"}),
+        min_arch="sm_80",
+        causal=frozenset({"bottom_right", "top_left"}),
+        window=True,
+        attn_mask=frozenset({"bool", "float"}),
+        attn_mask_grad=True,
+        alibi=True,
+        sinks=True,
+        sinks_grad=True,
+        lengths=True,
+        softcap=True,
+        dropout=True,
+        gqa=True,
+        backward=True,
+        lse=True,
+        lse_grad=True,
+        deterministic=True,
+    ),
+    priority={"cpu": -1, "*": 50},
+    numerics="exact",
+    memory="linear",
+    requires=("triton>=3.6",),
+    install="pip install 'flashdispatch[triton]'",
+    why_not=why_not,
+)
+"""The declaration. Which architectures it was tested on is said by reports, not here."""
+
+
+@hookimpl
+def flashdispatch_backends() -> Iterable[BackendSpec]:
+    """One backend."""
+    yield SPEC

@@ -22,6 +22,9 @@ the loop        Three times, as in the forward: blocks cut by one edge of the ba
                 other edge or by a tail. What no mask leaves anything of is not visited.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
 kept            From the forward: q, k, v, out, LSE. Delta is the only other thing in memory, 4 bytes a row.
+coarse LSE      A float mask may put all scores of a row near finfo.min, where a float32 LSE has no digits left for
+                log(l), and exp(S - LSE) is as many times too large as there are keys. Where one of its rows is that far
+                out, dq_kernel first sums P over the row, and leaves 1 / sum in `total` for the other kernels.
 empty rows      LSE = -inf (no key, or past q_lens) reads as +inf, so that P = exp(S - inf) = 0; Delta is 0 there.
 hardware        As in the forward: mma.sync, wgmma or tcgen05 behind tl.dot.
 the tail        Rows past the lengths are loaded as 0, and their gradients stored as 0.
@@ -48,6 +51,10 @@ from flashdispatch_backends.triton_fa2.scores import (
 )
 
 
+COARSE_LSE: tl.constexpr = tl.constexpr(4096.0)
+"""Beyond it a float32 LSE is too coarse to normalise by: its last digit is worth 2**-11 of P, and more further on."""
+
+
 @triton.jit
 def load_rows(base, first, end, BLOCK: tl.constexpr):
     """One float32 a row, of LSE or Delta; 0 past the end."""
@@ -68,11 +75,12 @@ def load_lse(base, first, end, NATURAL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, out, lse, dout, dlse, delta, dq, dsinks, mask, slopes, sinks, q_lens, kv_lens, seed, q_starts, k_starts,
+    q, k, v, out, lse, dout, dlse, delta, total, dq, dsinks, mask, slopes, sinks, q_lens, kv_lens, seed,
+    q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dq,
+    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
@@ -109,56 +117,77 @@ def dq_kernel(
         Delta -= load_rows(dlse + row_base, first, q_len, BLOCK_M)
     Delta = tl.where(LSE == float("inf"), 0.0, Delta)
     tl.store(delta + row_base + rows, Delta, mask=rows < seqlen_q)
+    slope = 0.0
+    if slopes is not None:
+        slope = tl.load(slopes + b * stride_slopes + h)
+        if not NATURAL:
+            slope *= LOG2E
+    if mask is not None:
+        mask += b64 * stride_mb + h64 * stride_mh
+    shift = diagonal(q_len, kv_len, TOP_LEFT)
+    last = tl.minimum(first + BLOCK_M, q_len) - 1
+    edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+    Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
+
+    share = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if total is not None:
+        if tl.max(tl.where(LSE == float("inf"), 0.0, tl.abs(LSE))) > COARSE_LSE:
+            sums = tl.zeros((BLOCK_M,), tl.float32)
+            for key in tl.range(edges[0], edges[3], BLOCK_N):
+                K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, True)
+                qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+                j = (key + tl.arange(0, BLOCK_N))[None, :]
+                S, _ = scores(
+                    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                    True, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                )  # fmt: skip
+                sums += tl.sum(exponential(S - LSE[:, None], NATURAL), 1)
+            if sinks is not None:
+                sums += exponential(tl.load(sinks + h) - LSE, NATURAL)
+            share = tl.where(sums == 0.0, 1.0, 1.0 / sums)
+        tl.store(total + row_base + rows, share, mask=rows < q_len)
+
     if dsinks is not None:
         sink = tl.load(sinks + h)
         if not NATURAL:
             sink *= LOG2E
-        tl.store(dsinks + bh * blocks + block, -tl.sum(exponential(sink - LSE, NATURAL) * Delta))
+        P_sink = exponential(sink - LSE, NATURAL) * share
+        tl.store(dsinks + bh * blocks + block, -tl.sum(P_sink * Delta))
 
     if dq is not None:
-        if first < q_len:
-            slope = 0.0
-            if slopes is not None:
-                slope = tl.load(slopes + b * stride_slopes + h)
-                if not NATURAL:
-                    slope *= LOG2E
-            if mask is not None:
-                mask += b64 * stride_mb + h64 * stride_mh
-            shift = diagonal(q_len, kv_len, TOP_LEFT)
-            last = tl.minimum(first + BLOCK_M, q_len) - 1
-            edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
-            Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
-            for cut in tl.static_range(2):
-                for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
-                    key = block_start(edges, index, cut, BLOCK_N)
-                    K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, cut)
-                    V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)
-                    qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-                    dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-                    j = (key + tl.arange(0, BLOCK_N))[None, :]
-                    S, tanh = scores(
-                        qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                        cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
-                    )  # fmt: skip
-                    P = exponential(S - LSE[:, None], NATURAL)
-                    if seed is not None:
-                        keep = dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N)
-                        dP = tl.where(keep, dP * kept, 0.0)
-                    dS = P * (dP - Delta[:, None])
-                    if SOFTCAP:
-                        dS *= 1.0 - tanh * tanh
-                    acc = tl.dot(dS.to(K.dtype), K, acc, input_precision=PRECISION)
+        for cut in tl.static_range(2):
+            for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
+                key = block_start(edges, index, cut, BLOCK_N)
+                K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, cut)
+                V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)
+                qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+                dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
+                j = (key + tl.arange(0, BLOCK_N))[None, :]
+                S, tanh = scores(
+                    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                    cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                )  # fmt: skip
+                P = exponential(S - LSE[:, None], NATURAL)
+                if total is not None:
+                    P *= share[:, None]
+                if seed is not None:
+                    keep = dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N)
+                    dP = tl.where(keep, dP * kept, 0.0)
+                dS = P * (dP - Delta[:, None])
+                if SOFTCAP:
+                    dS *= 1.0 - tanh * tanh
+                acc = tl.dot(dS.to(K.dtype), K, acc, input_precision=PRECISION)
         dq += b64 * stride_dqb + h64 * stride_dqh + q_start * stride_dqs
-        store_tile(dq, acc * scale_dq, first, stride_dqs, seqlen_q, BLOCK_M, BLOCK_D, D)
+        store_tile(dq, acc * gradient_scale, first, stride_dqs, seqlen_q, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, lse, dout, delta, dk, dv, mask, slopes, q_lens, kv_lens, seed, q_starts, k_starts,
+    q, k, v, lse, dout, delta, total, dk, dv, mask, slopes, q_lens, kv_lens, seed, q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, scale_dk,
+    heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
@@ -215,6 +244,8 @@ def dkdv_kernel(
                         stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     PT = exponential(ST - LSE[None, :], NATURAL)
+                    if total is not None:
+                        PT *= load_rows(total + row_base, row, q_len, BLOCK_M)[None, :]
                     ZT = PT  # the weights after dropout
                     if seed is not None:
                         keepT = tl.trans(dropout_keep(seed, row, first, bh, threshold, BLOCK_M, BLOCK_N))
@@ -232,7 +263,7 @@ def dkdv_kernel(
                         acc_k = tl.dot(dST.to(Q.dtype), Q, acc_k, input_precision=PRECISION)
     if dk is not None:
         dk += b64 * stride_dkb + kv64 * stride_dkh + k_start * stride_dks
-        store_tile(dk, acc_k * scale_dk, first, stride_dks, seqlen_k, BLOCK_N, BLOCK_D, D)
+        store_tile(dk, acc_k * gradient_scale, first, stride_dks, seqlen_k, BLOCK_N, BLOCK_D, D)
     if dv is not None:
         dv += b64 * stride_dvb + kv64 * stride_dvh + k_start * stride_dvs
         store_tile(dv, acc_v, first, stride_dvs, seqlen_k, BLOCK_N, BLOCK_DV, DV)

@@ -11,8 +11,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,12 @@ class Recipe:
     aligned: bool
     """`ALIGNED_POINTERS` are multiples of 16 bytes, and all strides but `UNALIGNED_STRIDES` of 8 elements."""
 
+    def with_shape(self, shape: Shape) -> Recipe:
+        """The same with another tile."""
+        blocks = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n}
+        constants = tuple((name, blocks.get(name, value)) for name, value in self.constants)
+        return replace(self, constants=constants, shape=shape)
+
 
 def build(recipe: Recipe, arch: int) -> Any:
     """Compiles for compute capability `arch` (90 for sm_90); needs no GPU. Returns Triton's CompiledKernel."""
@@ -98,13 +106,34 @@ def compiled(recipe: Recipe, device: int) -> Any:
 
 
 def compile_all(recipes: Sequence[Recipe], device: int) -> None:
-    """Compiles side by side, and loads; raises the first failure."""
-    major, minor = torch.cuda.get_device_capability(device)
+    """Compiles in threads beside each other, and loads; raises the first failure.
+
+    Raises ColdKernelError while a stream is capturing, unless everything is there already.
+    """
     missing = [recipe for recipe in dict.fromkeys(recipes) if (recipe, device) not in _compiled]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda recipe: build(recipe, 10 * major + minor), missing))
+    if missing and not torch.cuda.is_current_stream_capturing():
+        major, minor = torch.cuda.get_device_capability(device)
+        with ThreadPoolExecutor() as pool:  # ptxas and LLVM run outside Python's lock
+            list(pool.map(build, missing, [10 * major + minor] * len(missing)))
     for recipe in missing:
         compiled(recipe, device)  # now found on disk
+
+
+def compile_beside(recipes: Sequence[Recipe], capability: tuple[int, int]) -> None:
+    """Fills Triton's cache on disk from several processes: for many kernels, where threads would wait for each other.
+
+    What does not compile is left to whoever asks for it, who then gets the error.
+    """
+    arch = 10 * capability[0] + capability[1]
+    # Not forked: a process with a CUDA context can't be.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(_build_quietly, recipe, arch) for recipe in dict.fromkeys(recipes)]:
+            done.result()
+
+
+def _build_quietly(recipe: Recipe, arch: int) -> None:
+    with suppress(Exception):  # the compiler's errors have many types; `build` raises this one again
+        build(recipe, arch)
 
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -131,7 +160,7 @@ def facts(recipe: Recipe, arch: str) -> KernelFacts:
     return KernelFacts(
         kernel=recipe.kernel,
         arch=arch,
-        tile=recipe.shape.to_tile(),
+        tile=recipe.shape._asdict(),
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=kernel.metadata.shared,

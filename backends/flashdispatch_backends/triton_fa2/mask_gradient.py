@@ -35,7 +35,7 @@ from flashdispatch_backends.triton_fa2.scores import (
 
 @triton.jit
 def dmask_kernel(
-    q, k, v, lse, dout, delta, dmask, mask, slopes, q_lens, kv_lens, seed,
+    q, k, v, lse, dout, delta, total, dmask, mask, slopes, q_lens, kv_lens, seed,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     batch, heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, parts,
@@ -101,6 +101,7 @@ def dmask_kernel(
                         True, LEFT, RIGHT, SOFTCAP, slopes is not None, "float",
                     )  # fmt: skip
                     P = exponential(S - load_lse(lse + row_base, row, q_len, True, BLOCK_M)[:, None], True)
+                    P *= load_rows(total + row_base, row, q_len, BLOCK_M)[:, None]
                     if seed is not None:
                         keep = dropout_keep(seed, row, key, b * heads + h, threshold, BLOCK_M, BLOCK_N)
                         dP = tl.where(keep, dP * kept, 0.0)

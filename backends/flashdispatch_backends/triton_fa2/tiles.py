@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from flashdispatch_registry.arch import sm_number
-from flashdispatch_registry.kernels import Tile
 from flashdispatch_registry.problem import Problem
 
 
@@ -29,10 +28,6 @@ class Shape(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-
-    def to_tile(self) -> Tile:
-        """As the registry's tools want it."""
-        return self._asdict()
 
 
 def _extra(problem: Problem) -> bool:
