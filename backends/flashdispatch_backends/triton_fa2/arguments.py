@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashdispatch_backends.triton_fa2 import tiles
-from flashdispatch_backends.triton_fa2.compile import KERNELS, STRIDE_UNIT, Recipe
+from flashdispatch_backends.triton_fa2.compile import ALIGNMENT, KERNELS, MASK_STRIDES, STRIDE_UNIT, Recipe
 from flashdispatch_backends.triton_fa2.tiles import Shape, padded
 from flashdispatch_registry import Extras, Gradients, Needs, Problem
 from flashdispatch_registry.layout import dense_strides, output_strides
@@ -46,9 +46,9 @@ class Launch:
 
     def on(self, aligned: bool) -> Launch:
         """The same for tensors that all begin at multiples of 16 bytes, or not."""
-        if aligned or not self.recipe.aligned:
+        if aligned or not (self.recipe.aligned or self.recipe.aligned_mask):
             return self
-        return replace(self, recipe=replace(self.recipe, aligned=False))
+        return replace(self, recipe=replace(self.recipe, aligned=False, aligned_mask=False))
 
 
 def forward_launch(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: ShapeOf) -> Launch:
@@ -230,7 +230,10 @@ def _launch(kernel: str, grid: int, shape: Shape, tensors: Tensors, values: Mapp
         types.append(_type(name, value))
         if types[-1] == "constexpr":
             constants.append((name, value))
-    recipe = Recipe(kernel, tuple(types), tuple(constants), shape, _aligned(tensors))
+    aligned_mask = tensors["mask"] is not None and all(
+        values[name] % ALIGNMENT == 0 or values[name] == 1 for name in MASK_STRIDES
+    )
+    recipe = Recipe(kernel, tuple(types), tuple(constants), shape, _aligned(tensors), aligned_mask)
     return Launch(recipe, grid, tuple(pointers), tuple(rest))
 
 

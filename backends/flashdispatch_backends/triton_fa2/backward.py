@@ -138,7 +138,7 @@ def dq_kernel(
                 qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, _ = scores(
-                    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
                     True, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                 )  # fmt: skip
                 sums += tl.sum(exponential(S - LSE[:, None], NATURAL), 1)
@@ -164,7 +164,7 @@ def dq_kernel(
                 dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, tanh = scores(
-                    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
                     cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                 )  # fmt: skip
                 P = exponential(S - LSE[:, None], NATURAL)
@@ -240,7 +240,7 @@ def dkdv_kernel(
                     qkT = tl.dot(K, tl.trans(Q), input_precision=PRECISION)
                     i = (row + tl.arange(0, BLOCK_M))[None, :]
                     ST, tanhT = scores(
-                        qkT, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
+                        qkT, i, j, row, first, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
                         stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     PT = exponential(ST - LSE[None, :], NATURAL)

@@ -40,7 +40,7 @@ KERNELS: dict[str, Any] = {
     "dmask": dmask_kernel,
 }
 ALIGNED_POINTERS = frozenset({"q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"})
-UNALIGNED_STRIDES = frozenset({"stride_mb", "stride_mh", "stride_mm", "stride_mn", "stride_slopes"})
+MASK_STRIDES = frozenset({"stride_mb", "stride_mh", "stride_mm", "stride_mn"})
 ALIGNMENT = 16
 """Bytes: what the widest load of a thread wants of an address."""
 STRIDE_UNIT = 8
@@ -57,7 +57,9 @@ class Recipe:
     constants: tuple[tuple[str, Any], ...]
     shape: Shape
     aligned: bool
-    """`ALIGNED_POINTERS` are multiples of 16 bytes, and all strides but `UNALIGNED_STRIDES` of 8 elements."""
+    """`ALIGNED_POINTERS` are multiples of 16 bytes, and the strides of q, k, v, their gradients and outputs of 8 elements."""
+    aligned_mask: bool
+    """The same of attn_mask, with strides of 16 elements: a byte each."""
 
     def with_shape(self, shape: Shape) -> Recipe:
         """The same with another tile."""
@@ -72,15 +74,22 @@ def build(recipe: Recipe, arch: int) -> Any:
     names = fn.arg_names
     signature = dict(zip(names, recipe.types, strict=True))
     attributes = {}
-    if recipe.aligned:
-        for index, (name, kind) in enumerate(signature.items()):
-            if name in ALIGNED_POINTERS and kind != "constexpr":
-                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
-            elif name.startswith("stride_") and name not in UNALIGNED_STRIDES and kind == "i64":
-                attributes[(index,)] = [["tt.divisibility", STRIDE_UNIT]]
+    for index, (name, kind) in enumerate(signature.items()):
+        unit = _known_unit(name, recipe)
+        if unit > 1 and kind != "constexpr":
+            attributes[(index,)] = [["tt.divisibility", unit]]
     source = ASTSource(fn, signature, dict(recipe.constants), attributes)
     options = {"num_warps": recipe.shape.num_warps, "num_stages": recipe.shape.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _known_unit(name: str, recipe: Recipe) -> int:
+    """What an address or a stride is known to be a multiple of."""
+    if name in MASK_STRIDES or name == "mask":
+        return ALIGNMENT if recipe.aligned_mask else 1
+    if name in ALIGNED_POINTERS:
+        return ALIGNMENT if recipe.aligned else 1
+    return STRIDE_UNIT if recipe.aligned and name.startswith("stride_") and name != "stride_slopes" else 1
 
 
 _compiled: dict[tuple[Recipe, int], Any] = {}

@@ -114,7 +114,7 @@ def forward_kernel(
                 else:
                     j = (key + tl.arange(0, BLOCK_N))[None, :]
                     S, _ = scores(
-                        qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
+                        qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
                         cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(S, 1))

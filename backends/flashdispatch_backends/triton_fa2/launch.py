@@ -81,7 +81,7 @@ class TritonFA2:
         """Compiles side by side what `problem` needs, for tensors with and without 16-byte alignment."""
         if not INTERPRETED:
             recipes = self._recipes(problem)
-            unaligned = [replace(recipe, aligned=False) for recipe in recipes]
+            unaligned = [replace(recipe, aligned=False, aligned_mask=False) for recipe in recipes]
             compile.compile_all(recipes + unaligned, torch.cuda.current_device())
 
     def _recipes(self, problem: Problem) -> list[Recipe]:
@@ -225,6 +225,7 @@ class BoundForward:
                 at_q, at_k, at_v, out.data_ptr(), None if lse is None else lse.data_ptr(), *self.tail,
             )  # fmt: skip
         else:
+            aligned = aligned and (extras.attn_mask is None or not extras.attn_mask.data_ptr() % ALIGNMENT)
             self.kernel(aligned, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
         if not self.saves or lse is None:
             return Forward(out, lse, ())
@@ -261,7 +262,9 @@ class BoundBackward:
             "total": torch.empty_like(lse) if self.natural else None, "dq": gradients.q, "dk": gradients.k,
             "dv": gradients.v, "dsinks": dsinks, "dmask": dmask,
         } | pointers_of(extras)  # fmt: skip
-        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % ALIGNMENT
+        aligned = not any(
+            x.data_ptr() % ALIGNMENT for x in (q, k, v, out, dout, extras.attn_mask) if x is not None
+        )
         for kernel in self.kernels:
             kernel(aligned, tensors)
         if dmask is not None and extras.attn_mask is not None:

@@ -97,7 +97,7 @@ def dmask_kernel(
                     qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                     S, _ = scores(
-                        qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm, stride_mn,
+                        qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm, stride_mn,
                         True, LEFT, RIGHT, SOFTCAP, slopes is not None, "float",
                     )  # fmt: skip
                     P = exponential(S - load_lse(lse + row_base, row, q_len, True, BLOCK_M)[:, None], True)

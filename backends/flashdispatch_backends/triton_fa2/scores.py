@@ -166,12 +166,13 @@ def exponential(x, NATURAL: tl.constexpr):
 
 @triton.jit
 def scores(
-    qk, i, j, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mask_m, stride_mask_n,
+    qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
     CUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """S and tanh from q.k, in the contract's order: scale, softcap, float mask and ALiBi, then what hides a key (-inf).
 
+    The tile begins at query `row` and key `key`; `i` and `j` are the numbers of its queries and keys.
     CUT: the tile is cut by the band or by the end of the keys. tanh is needed for the softcap's derivative.
     """
     S = qk * scale
@@ -180,8 +181,11 @@ def scores(
         tanh = 1.0 - 2.0 / (tl.exp2(S * (2.0 * LOG2E)) + 1.0)
         S = tanh * softcap
     if MASK is not None:
-        within = (i < q_len) & (j < kv_len)
-        at = mask + i * stride_mask_m + j * stride_mask_n
+        within = i < q_len
+        if CUT:
+            within = within & (j < kv_len)
+        at = mask + (tl.cast(row, tl.int64) * stride_mm + tl.cast(key, tl.int64) * stride_mn)
+        at = at + ((i - row) * stride_mm + (j - key) * stride_mn)
         if MASK == "float":
             S += tl.load(at, mask=within, other=0.0).to(tl.float32)
     if ALIBI:

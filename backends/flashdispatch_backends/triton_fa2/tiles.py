@@ -7,15 +7,13 @@ changes no result beyond rounding. A call reads it when its plan is made; nothin
     num_warps          warps of a program
     num_stages         blocks of K and V (or Q and dO) in shared memory or on their way to it
 
-The rows below are what is shipped; a tile tuned on this GPU (see `flashdispatch_registry.tile_store`) comes first.
+`SHIPPED` has what was measured; a tile tuned on this GPU (`flashdispatch_registry.tile_store`) comes before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
-
-import torch
 
 from flashdispatch_registry.arch import sm_number
 from flashdispatch_registry.problem import Problem
@@ -30,17 +28,15 @@ class Shape(NamedTuple):
     num_stages: int
 
 
-def _extra(problem: Problem) -> bool:
-    """Whether a score costs more than a product and an exponential: more registers, and tiles of a mask to load."""
-    return bool(problem.attn_mask or problem.alibi or problem.dropout_p or problem.softcap is not None)
-
-
 SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
 
+SPLIT_ABOVE = 256
+"""Bytes of a row of K on the chip. Beyond it the accumulators of dK and dV do not fit into registers side by side."""
+
 
 def family(arch: str) -> str:
-    """The row of tables that `arch` reads: the same instructions and the same shared memory."""
+    """The rows that `arch` reads: one family has the same instructions and the same shared memory."""
     number = sm_number(arch) or 0
     if number in (80, 87):
         return "sm_80"
@@ -56,63 +52,125 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def key(problem: Problem, kernel: str) -> str:
-    """What a tile depends on: kernel, element size, head dims on the chip, mask of position, and extra work per score."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    dims = f"d{d}" if d == dv else f"d{d}x{dv}"
-    band = "full" if problem.band.is_full else "window" if problem.band.left is not None else "causal"
-    bits = 8 * problem.dtype.itemsize
-    precision = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
-    return f"{kernel}/{family(problem.arch)}/{precision}/{dims}/{band}{'/extra' if _extra(problem) else ''}"
-
-
-SPLIT_ABOVE = 128
-"""Padded head dims above it: two accumulators of this width do not fit into registers beside each other."""
-
-
 def key_passes(problem: Problem) -> tuple[str, ...]:
-    """How dK and dV are made: together, or, where their accumulators are too wide, in a pass each (S is made twice)."""
-    wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > SPLIT_ABOVE
+    """How dK and dV are made: together, or, where that is too wide, in a pass each (S is made once more)."""
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) * problem.dtype.itemsize > SPLIT_ABOVE
     return ("dk", "dv") if wide else ("dkdv",)
 
 
-SHIPPED: Mapping[tuple[str, str, int, int], Shape] = {
-    # (kernel, family, bits, padded head dim): the wider of D and Dv
-    ("forward", "sm_90", 16, 64): Shape(128, 128, 8, 3),
-    ("forward", "sm_90", 16, 128): Shape(128, 128, 8, 2),
-    ("forward", "sm_90", 16, 256): Shape(128, 64, 8, 2),
-    ("dq", "sm_90", 16, 64): Shape(128, 64, 8, 3),
-    ("dq", "sm_90", 16, 128): Shape(128, 64, 8, 2),
-    ("dq", "sm_90", 16, 256): Shape(64, 64, 8, 1),
-    ("dkdv", "sm_90", 16, 64): Shape(64, 128, 8, 2),
-    ("dkdv", "sm_90", 16, 128): Shape(64, 128, 8, 2),
-    ("dk", "sm_90", 16, 256): Shape(64, 128, 8, 1),
-    ("dv", "sm_90", 16, 256): Shape(64, 128, 8, 1),
-}
+def key(problem: Problem, kernel: str) -> str:
+    """What a tile depends on, as the name of a row."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    return _row(problem, kernel, f"d{d}" if d == dv else f"d{d}x{dv}", _mask(problem))
+
+
+def _row(problem: Problem, kernel: str, dims: str, mask: str) -> str:
+    bits = 8 * problem.dtype.itemsize
+    number = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
+    return "/".join((kernel, family(problem.arch), number, dims, mask, *_extra(problem)))
+
+
+def _mask(problem: Problem) -> str:
+    if problem.band.is_full:
+        return "full"
+    return "causal" if problem.band.left is None else "window"
+
+
+def _extra(problem: Problem) -> tuple[str, ...]:
+    """What makes a score cost more registers than a product and an exponential do."""
+    if problem.dropout_p or (problem.attn_mask == "float" and problem.softcap is not None):
+        return ("heavy",)
+    return ("extra",) if problem.attn_mask or problem.alibi or problem.softcap is not None else ()
 
 
 def shipped(problem: Problem, kernel: str) -> Shape:
-    """The table's tile, or, where nobody has measured one, a small one that fits everywhere."""
-    d = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
-    row = SHIPPED.get((kernel, family(problem.arch), 8 * problem.dtype.itemsize, d))
-    if row is not None and not _extra(problem):
-        return row
-    if problem.dtype is torch.float32:
-        return Shape(32, 32, 4, 1) if d > 64 else Shape(64, 32, 4, 1)
-    return Shape(32, 32, 4, 1) if d > 128 else Shape(64, 64, 4, 1) if kernel != "forward" else Shape(64, 64, 4, 2)
+    """The table's tile; where nobody has measured one, a small one that fits everywhere."""
+    wide = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
+    for mask in dict.fromkeys((_mask(problem), "causal", "full")):
+        row = SHIPPED.get(_row(problem, kernel, f"d{wide}", mask))
+        if row is not None:
+            return row
+    return _careful(problem, kernel, wide)
+
+
+def _careful(problem: Problem, kernel: str, wide: int) -> Shape:
+    """Fits the shared memory of every family, and mostly the registers, whatever else a score needs."""
+    row_bytes = wide * problem.dtype.itemsize
+    resident, streamed = (64, 64) if row_bytes <= 128 else (64, 32) if row_bytes <= 256 else (32, 32)
+    if row_bytes > 512:
+        resident, streamed = 32, 16
+    return Shape(streamed, resident, 4, 1) if kernel in _KEY_KERNELS else Shape(resident, streamed, 4, 1)
 
 
 def space(problem: Problem, kernel: str) -> Iterator[Shape]:
-    """Tiles worth measuring: those that leave room for one block of each operand in shared memory."""
+    """Tiles worth measuring: those that leave room for what stays and for the blocks copied ahead."""
     d = padded(problem.head_dim) + padded(problem.head_dim_v)
     limit = SHARED_BYTES[family(problem.arch)]
-    for block_m in (16, 32, 64, 128, 256):
-        for block_n in (16, 32, 64, 128, 256):
+    for resident in (64, 128):
+        for streamed in (16, 32, 64, 128):
             for num_warps in (4, 8):
                 for num_stages in (1, 2, 3, 4):
-                    resident, streamed = (block_n, block_m) if kernel in ("dkdv", "dk", "dv") else (block_m, block_n)
-                    if streamed > 128 or resident < 64 or block_m * block_n > 128 * 128:
-                        continue
-                    rows = resident + streamed * max(1, num_stages - 1)
-                    if rows * d * problem.dtype.itemsize <= limit:
+                    if num_warps == 8 and resident == 64:
+                        continue  # half of the warps would have no rows of their own
+                    if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
+                        block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
                         yield Shape(block_m, block_n, num_warps, num_stages)
+
+
+_KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
+"""Kernels whose programs own keys, so that block_n stays on the chip and block_m streams."""
+
+SHIPPED: Mapping[str, Shape] = {
+    # sm_90, 16 bit: measured on an H200, 16k tokens, S = 4096
+    "forward/sm_90/16bit/d64/full": Shape(64, 64, 4, 3),
+    "forward/sm_90/16bit/d128/full": Shape(128, 128, 8, 3),
+    "forward/sm_90/16bit/d128/causal": Shape(64, 64, 4, 3),
+    "forward/sm_90/16bit/d256/full": Shape(128, 64, 8, 2),
+    "dq/sm_90/16bit/d64/full": Shape(64, 64, 4, 3),
+    "dq/sm_90/16bit/d128/full": Shape(128, 64, 8, 3),
+    "dq/sm_90/16bit/d256/full": Shape(128, 32, 8, 3),
+    "dkdv/sm_90/16bit/d64/full": Shape(128, 64, 4, 2),
+    "dkdv/sm_90/16bit/d64/causal": Shape(32, 128, 4, 2),
+    "dkdv/sm_90/16bit/d128/full": Shape(64, 64, 4, 2),
+    "dk/sm_90/16bit/d256/full": Shape(32, 128, 8, 3),
+    "dv/sm_90/16bit/d256/full": Shape(64, 128, 8, 2),
+    # with a mask, softcap or ALiBi: chosen by registers and spills
+    "forward/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 2),
+    "forward/sm_90/16bit/d128/full/extra": Shape(64, 64, 4, 2),
+    "forward/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
+    "dq/sm_90/16bit/d64/full/extra": Shape(128, 64, 8, 2),
+    "dq/sm_90/16bit/d128/full/extra": Shape(128, 64, 8, 2),
+    "dq/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
+    "dkdv/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 1),
+    "dkdv/sm_90/16bit/d128/full/extra": Shape(32, 64, 4, 2),
+    "dk/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
+    "dv/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
+    # sm_90, float32 through bfloat16 parts: forward measured, backward chosen by registers and spills
+    "forward/sm_90/32bit-ieee/d64/full": Shape(128, 64, 8, 1),
+    "forward/sm_90/32bit-ieee/d128/full": Shape(128, 64, 8, 1),
+    "forward/sm_90/32bit-ieee/d256/full": Shape(64, 32, 8, 1),
+    "dq/sm_90/32bit-ieee/d64/full": Shape(128, 32, 8, 1),
+    "dq/sm_90/32bit-ieee/d128/full": Shape(128, 32, 8, 1),
+    "dq/sm_90/32bit-ieee/d256/full": Shape(64, 16, 8, 1),
+    "dkdv/sm_90/32bit-ieee/d64/full": Shape(32, 128, 8, 1),
+    "dk/sm_90/32bit-ieee/d128/full": Shape(32, 128, 8, 1),
+    "dv/sm_90/32bit-ieee/d128/full": Shape(32, 128, 8, 1),
+    "dk/sm_90/32bit-ieee/d256/full": Shape(16, 64, 8, 1),
+    "dv/sm_90/32bit-ieee/d256/full": Shape(16, 64, 8, 1),
+    # sm_80, sm_86 and sm_100: compiled, not run; chosen by registers, spills and shared memory
+    "forward/sm_80/16bit/d64/full": Shape(128, 64, 8, 2),
+    "forward/sm_80/16bit/d128/full": Shape(128, 64, 8, 2),
+    "forward/sm_80/16bit/d256/full": Shape(64, 32, 4, 2),
+    "dq/sm_80/16bit/d64/full": Shape(64, 64, 4, 2),
+    "dq/sm_80/16bit/d128/full": Shape(64, 64, 4, 2),
+    "dkdv/sm_80/16bit/d64/full": Shape(64, 64, 8, 2),
+    "dkdv/sm_80/16bit/d128/full": Shape(64, 64, 8, 2),
+    "forward/sm_86/16bit/d64/full": Shape(64, 64, 4, 2),
+    "forward/sm_86/16bit/d128/full": Shape(64, 32, 4, 2),
+    "forward/sm_100/16bit/d64/full": Shape(128, 64, 8, 2),
+    "forward/sm_100/16bit/d128/full": Shape(128, 64, 8, 2),
+    "dq/sm_100/16bit/d64/full": Shape(64, 64, 4, 2),
+    "dq/sm_100/16bit/d128/full": Shape(64, 64, 4, 2),
+    "dkdv/sm_100/16bit/d64/full": Shape(64, 64, 4, 2),
+    "dkdv/sm_100/16bit/d128/full": Shape(64, 64, 4, 2),
+}
