@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from flashdispatch._arguments import (
     autocast_dtype,
     check,
     fp32_precision,
-    records_gradients,
     refuse_forward_mode,
 )
 from flashdispatch._registry import Names
@@ -160,7 +159,7 @@ def attention(
         >>> out = flashdispatch.attention(q, k, v, causal=True)
         >>> out.sum().backward()
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Imported here, where Dynamo runs the import while tracing: the module loads torch._dynamo, and with it triton.
         from flashdispatch._compile import traced
 
@@ -169,30 +168,39 @@ def attention(
             dropout_seed, layout, return_lse, deterministic, backend, _forcing.mirror.names, _forcing.default(),
             forward_ad._current_level,
         )  # fmt: skip
-    environment, disable = os.environ.get(_settings.BACKEND), os.environ.get(_settings.DISABLE)
-    context, default = _forcing.context(), _forcing.default()
+    # From here to the backend every look-up counts: the whole way of a call seen before costs some 5 µs.
+    environment, disable = _settings.in_force()
+    context, default = _forcing.context(), _forcing._default
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     key: Any
     try:
-        kind = q.device.type
+        device, dtype = q.device, q.dtype
+        # A contiguous tensor's strides follow from its shape, all but those that mean nothing (of dims of size 1, of
+        # empty tensors), and whether it is contiguous is read faster.
         key = (
-            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            type(q), type(k), type(v), torch._C._len_torch_dispatch_stack(),
-            None if attn_mask is None else _metadata(attn_mask),
-            None if alibi_slopes is None else _metadata(alibi_slopes),
-            None if sinks is None else _metadata(sinks),
-            None if q_lens is None else _metadata(q_lens),
-            None if kv_lens is None else _metadata(kv_lens),
-            _metadata(dropout_seed) if isinstance(dropout_seed, Tensor) else type(dropout_seed),
-            causal, window, scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
+            q.shape, q.is_contiguous() or q.stride(), dtype, device, records and q.requires_grad,
+            k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, records and k.requires_grad,
+            v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, records and v.requires_grad,
+            type(q), type(k), type(v), records, torch._C._len_torch_dispatch_stack(),
+            causal, scale, dropout_p, layout, return_lse, deterministic, backend,
             # True is 1 to a dict, and not to us.
-            type(causal), type(scale), type(softcap), type(dropout_p), type(return_lse), type(deterministic),
-            None if window is None else tuple(type(limit) for limit in window),
-            records_gradients(), torch.are_deterministic_algorithms_enabled(), autocast_dtype(kind),
-            fp32_precision(q.dtype, kind),
+            type(causal), type(scale), type(dropout_p), type(return_lse), type(deterministic),
+            torch._C._get_deterministic_algorithms(),
+            autocast_dtype(device.type) if torch._C._is_any_autocast_enabled() else None,
+            fp32_precision(dtype, device.type) if dtype is torch.float32 else None,
             environment, disable, context, default, _registry.registry().generation,
         )  # fmt: skip
+        if not (
+            window is None and softcap is None and dropout_seed is None and attn_mask is None and alibi_slopes is None
+            and sinks is None and q_lens is None and kv_lens is None
+        ):  # fmt: skip
+            # Two lengths of key never meet: equal tuples have one length.
+            given = (attn_mask, alibi_slopes, sinks, q_lens, kv_lens)
+            key += (
+                window, softcap, type(softcap), None if window is None else tuple(type(limit) for limit in window),
+                *(None if tensor is None else _metadata(tensor, records) for tensor in given),
+                _metadata(dropout_seed, records) if isinstance(dropout_seed, Tensor) else type(dropout_seed),
+            )  # fmt: skip
         call = _plans.cache.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # An argument that is no tensor, not hashable, or has no strides. The checks below name it, or find it good and
@@ -205,7 +213,8 @@ def attention(
         )  # fmt: skip
         if forward_ad._current_level >= 0:
             refuse_forward_mode(args)
-        asked = _forcing.Asked(backend, environment, context, default)
+        asked = _forcing.Asked(backend, _settings.text(environment), context, default)
+        disable = _settings.text(disable)
         if not _runs_eagerly(args):
             from flashdispatch._compile import lower
 
@@ -215,23 +224,36 @@ def attention(
             _plans.remember(_plans.cache, key, call)
     if call.plain:
         extras = NO_EXTRAS
+        if layout == "bhsd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     else:
         q, k, v, extras = adapt(
             q, k, v, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, dropout_seed, call.bound.problem, call.cast_to
         )
-    out, lse = _execute.run(call.bound, q, k, v, extras)
+    bound = call.bound
+    if bound.differentiable:
+        out, lse = _execute.record(bound, q, k, v, extras)
+    elif records:
+        torch._C._set_grad_enabled(False)  # not `with torch.no_grad()`, which costs five times as much
+        try:
+            out, lse, _ = bound.compute(q, k, v, extras)
+        finally:
+            torch._C._set_grad_enabled(True)
+    else:
+        out, lse, _ = bound.compute(q, k, v, extras)
     if layout == "bhsd":
         out = out.transpose(1, 2)
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # there is an LSE when it is asked for
 
 
-class _Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Call:
     """What the cache keeps for one call's metadata."""
 
     bound: _execute.Bound
     cast_to: torch.dtype | None
     plain: bool
-    """q, k and v go to the backend as they are, and alone."""
+    """q, k and v go to the backend alone, without copy or cast: `adapt` has nothing to do but to transpose them."""
 
 
 def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
@@ -241,17 +263,16 @@ def _call(args: Arguments, asked: _forcing.Asked, disable: str | None) -> _Call:
     plan, backend = _plans.commit(problem, asked, disable, adapters=checked.adapters)
     q = as_bshd(args.q, problem, checked.cast_to)
     extras = (args.attn_mask, args.alibi_slopes, args.sinks, args.q_lens, args.kv_lens)
-    plain = (
-        problem.layout == "bshd"
-        and not checked.adapters
-        and not problem.dropout_p
-        and all(tensor is None for tensor in extras)
+    plain = not checked.adapters and not problem.dropout_p and all(tensor is None for tensor in extras)
+    bound = _execute.bound(
+        plan, backend, q, check=_settings.read().check, same_strides=True, autocast=checked.cast_to is not None
     )
-    return _Call(_execute.bound(plan, backend, q, check=_settings.read().check), checked.cast_to, plain)
+    return _Call(bound, checked.cast_to, plain)
 
 
-def _metadata(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+def _metadata(tensor: Tensor, records: bool) -> tuple[object, ...]:
+    requires_grad = records and tensor.requires_grad
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, requires_grad, type(tensor)
 
 
 def _runs_eagerly(args: Arguments) -> bool:

@@ -5,28 +5,33 @@ The core owns autograd, autocast, the device guard and the output's strides, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flashdispatch._arguments import check_length_values, has_autocast
-from flashdispatch_registry.backend import Backend, Extras, Forward, Gradients, Needs
+from flashdispatch_registry.backend import Backend, Binds, Extras, Forward, Gradients, Needs
 from flashdispatch_registry.errors import BackendContractError, RecomputeError, SecondDerivativeError
 from flashdispatch_registry.layout import output_strides
 from flashdispatch_registry.plan import Plan
 from flashdispatch_registry.problem import Problem
 
+Run = Callable[[Tensor, Tensor, Tensor, Extras], Forward]
+
 ONCE = "attention is differentiable once; for a second derivative compute it in plain PyTorch operations"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bound:
-    """A plan, its backend's code, and what one call has to do around it. Tensors are (B, S, H, D) from here on."""
+    """A plan, its backend's code, and what one call has to do around it. Tensors are (B, S, H, D) from here on.
+
+    `compute` is on every call's way, so what it compares is stored here ready to be compared.
+    """
 
     plan: Plan
     problem: Problem
@@ -35,50 +40,102 @@ class Bound:
     out_strides: tuple[int, ...]
     """The contract's strides of the output for this call's q."""
     lse_shape: tuple[int, ...]
+    dtype: torch.dtype
+    lse_dtype: torch.dtype
+    device: torch.device
+    with_lse: bool
+    """The backend has to give the LSE: it was asked for, or the backward needs it."""
+    differentiable: bool
+    return_lse: bool
     autocast: str | None
-    """q's device type, where autocast exists for it: the backend runs outside any autocast region."""
+    """q's device type, where an autocast region may be in force: the backend runs outside of it."""
     guard: bool
     """More than one GPU: q's device must be made current."""
     read_lengths: bool
     """Lengths whose values may be read: on the CPU, or anywhere under FLASHDISPATCH_CHECK=1."""
-    device: torch.device
     identity: int
-    """Saved with a call's tensors and compared in its backward: activation checkpointing recomputes the forward, and
-    what one backend saved means nothing to another."""
+    """Saved with a call's tensors under saved-tensors hooks, and compared in its backward: activation checkpointing is
+    such hooks, it recomputes the forward, and what one backend saved means nothing to another."""
+    run: Run | None
+    """The backend's forward for these tensors' metadata; None until a first call binds it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        """Runs the backend's forward.
+        """Runs the backend's forward and records nothing.
 
         Raises InvalidRequestError for lengths out of range, BackendContractError for a result that breaks the contract.
         """
+        with torch.no_grad():
+            return self.compute(q, k, v, extras)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        """`forward` for callers that have turned recording off themselves."""
         if self.read_lengths:
             check_length_values("q_lens", extras.q_lens, self.problem.seqlen_q)
             check_length_values("kv_lens", extras.kv_lens, self.problem.seqlen_k)
-        recording = torch.is_grad_enabled()
-        if recording:  # not `with torch.no_grad()`, which costs five times as much on every call's way
-            torch._C._set_grad_enabled(False)
+        # No context managers: each costs more than all that is done here.
+        autocast = self.autocast
+        if autocast is not None and not torch.is_autocast_enabled(autocast):
+            autocast = None
+        if autocast is not None:
+            torch.set_autocast_enabled(autocast, False)
+        result: Any
         try:
-            if self._as_it_is():
-                result = self.backend.forward(self.problem, q, k, v, extras)
+            if self.guard and torch.cuda.current_device() != self.device.index:
+                with torch.cuda.device(self.device):
+                    result = (self.run or self._bind(q, k, v, extras))(q, k, v, extras)
             else:
-                with self._around(q):
-                    result = self.backend.forward(self.problem, q, k, v, extras)
+                result = (self.run or self._bind(q, k, v, extras))(q, k, v, extras)
         except Exception as error:
             error.add_note(self._note("forward"))
             raise
         finally:
-            if recording:
-                torch._C._set_grad_enabled(True)
+            if autocast is not None:
+                torch.set_autocast_enabled(autocast, True)
+        try:
+            # The contract, held in every call: what is right goes on as it is.
+            out, lse, saved = result
+            if (
+                type(result) is Forward
+                and type(saved) is tuple
+                and out.dtype is self.dtype
+                and out.shape == self.out_shape
+                and out.stride() == self.out_strides
+                and out.device == self.device
+                and (
+                    not self.with_lse
+                    or (
+                        lse.dtype is self.lse_dtype
+                        and lse.shape == self.lse_shape
+                        and lse.is_contiguous()
+                        and lse.device == self.device
+                    )
+                )
+            ):
+                return result
+        except (AttributeError, TypeError, ValueError):
+            pass  # no three values, or not tensors
+        return self._put_right(result)
+
+    def _bind(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Run:
+        backend = self.backend
+        if isinstance(backend, Binds):
+            self.run = backend.bind(self.problem, q, k, v, extras)
+        else:
+            self.run = partial(backend.forward, self.problem)
+        return self.run
+
+    def _put_right(self, result: Any) -> Forward:
+        """A result that is not just as the contract has it: with the promised strides, or BackendContractError."""
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], tuple):
             raise self._broken(f"returned {_kind(result)} from forward; the contract wants Forward(out, lse, saved)")
         out, lse, saved = result
-        self._check("out", out, self.out_shape, self.problem.dtype)
-        if self.problem.return_lse or self.problem.needs_grad:
-            self._check("lse", lse, self.lse_shape, lse_dtype(self.problem.dtype))
-        if lse is not None and not lse.is_contiguous():
-            dense = lse.contiguous()
-            saved = tuple(dense if tensor is lse else tensor for tensor in saved)
-            lse = dense
+        self._check("out", out, self.out_shape, self.dtype)
+        if self.with_lse:
+            self._check("lse", lse, self.lse_shape, self.lse_dtype)
+            if not lse.is_contiguous():
+                dense = lse.contiguous()
+                saved = tuple(dense if tensor is lse else tensor for tensor in saved)
+                lse = dense
         if out.stride() != self.out_strides:
             # The same values in the promised strides: compiled code and the caller's view() rely on them.
             dense = torch.empty_strided(out.shape, self.out_strides, dtype=out.dtype, device=out.device)
@@ -99,10 +156,9 @@ class Bound:
 
         Raises BackendContractError for gradients that break the contract.
         """
-        q = cast("Tensor", inputs[0])
-        with self._around(q):
+        with self._around():
             if dout is None:
-                dout = torch.zeros(self.out_shape, dtype=self.problem.dtype, device=q.device)
+                dout = torch.zeros(self.out_shape, dtype=self.dtype, device=self.device)
             elif dout.stride(-1) != 1:
                 # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
                 dout = dout.contiguous()
@@ -120,19 +176,16 @@ class Bound:
                 self._check(f"d{name}", gradient, given.shape, given.dtype)
         return gradients
 
-    def _as_it_is(self) -> bool:
-        """The common case, for which no context manager is paid: no autocast region, one GPU."""
-        return not self.guard and (self.autocast is None or not torch.is_autocast_enabled(self.autocast))
-
     @contextmanager
-    def _around(self, tensor: Tensor) -> Iterator[None]:
-        """What a backend runs in: grad mode off, autocast off, the tensor's GPU current."""
+    def _around(self) -> Iterator[None]:
+        """What a backend runs in: grad mode off, autocast off, the tensors' GPU current."""
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
-            if self.autocast is not None and torch.is_autocast_enabled(self.autocast):
-                around.enter_context(torch.autocast(self.autocast, enabled=False))
+            kind = self.device.type
+            if has_autocast(kind) and torch.is_autocast_enabled(kind):
+                around.enter_context(torch.autocast(kind, enabled=False))
             if self.guard:
-                around.enter_context(torch.cuda.device(tensor.device))
+                around.enter_context(torch.cuda.device(self.device))
             yield
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -158,8 +211,14 @@ class Bound:
         )
 
 
-def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
-    """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`; `check` is FLASHDISPATCH_CHECK."""
+def bound(
+    plan: Plan, backend: Backend, q: Tensor, *, check: bool, same_strides: bool = False, autocast: bool = True
+) -> Bound:
+    """Binds `plan` to a call whose q, as a (B, S, H, D) view, is `q`; `check` is FLASHDISPATCH_CHECK.
+
+    `same_strides`: the result will serve only calls whose tensors all have one metadata; else the strides of k, v and
+    the extras may change between calls. `autocast`: it may be called in an autocast region.
+    """
     kind, problem = q.device.type, plan.problem
     shape = (*q.shape[:3], problem.head_dim_v)
     return Bound(
@@ -169,11 +228,17 @@ def bound(plan: Plan, backend: Backend, q: Tensor, *, check: bool) -> Bound:
         out_shape=shape,
         out_strides=output_strides(shape, q.stride(), problem.layout),
         lse_shape=(q.shape[0], q.shape[2], q.shape[1]),
-        autocast=kind if has_autocast(kind) else None,
+        dtype=problem.dtype,
+        lse_dtype=lse_dtype(problem.dtype),
+        device=q.device,
+        with_lse=problem.return_lse or problem.needs_backward,
+        differentiable=problem.needs_backward,
+        return_lse=problem.return_lse,
+        autocast=kind if autocast and has_autocast(kind) else None,
         guard=kind == "cuda" and torch.cuda.device_count() > 1,
         read_lengths=(problem.q_lens or problem.kv_lens) and (kind == "cpu" or check),
-        device=q.device,
         identity=hash((plan.chosen, problem)),
+        run=None if same_strides else partial(backend.forward, problem),
     )
 
 
@@ -198,31 +263,39 @@ class Attention(torch.autograd.Function):
     """The autograd node. Gradients for any subset of q, k, v, attn_mask and sinks; the LSE is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, call: Bound, extras: Extras, *inputs: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """`inputs`: q, k, v, and attn_mask and sinks when one of them is given.
+    def forward(
+        ctx: Any, call: Bound, extras: Extras, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`more`: attn_mask and sinks, when one of them is given.
 
         Keeps what the backend asks for; returns out, or (out, lse) when the LSE is asked for.
         """
-        q, k, v = cast("tuple[Tensor, Tensor, Tensor]", inputs[:3])
-        if len(inputs) > 3:
-            extras = extras._replace(attn_mask=inputs[3], sinks=inputs[4])
-        out, lse, saved = call.forward(q, k, v, extras)
-        # The inputs are kept in any case: a second derivative is noticed through them.
-        ctx.save_for_backward(_identity(call.identity), *inputs, *saved)
-        ctx.inputs = len(inputs)
-        ctx.call = call
-        # An unused output then arrives as None, and no dLSE tensor is ever made for it.
-        ctx.set_materialize_grads(False)
-        return (out, cast("Tensor", lse)) if call.problem.return_lse else out
+        if more:
+            extras = extras._replace(attn_mask=more[0], sinks=more[1])
+        out, lse, saved = call.compute(q, k, v, extras)  # autograd has turned grad mode off
+        kept: tuple[Tensor | None, ...]
+        places: tuple[int, ...]
+        if len(saved) > 2 and saved[0] is q and saved[1] is k and saved[2] is v and not more:
+            kept, places = saved, (0, 1, 2)  # what most backends save most of the time
+        else:
+            kept, places = _each_once((q, k, v, *more), saved)
+        hooked = _saved_tensors_hooks(False) is not None
+        if hooked:  # only then can other tensors come back than those kept here
+            kept = (*kept, _identity(call.identity))
+        # What ctx.save_for_backward() and ctx.set_materialize_grads() do, without their calls.
+        ctx.to_save = kept
+        ctx.materialize_grads = False  # an unused output arrives as None, and no dLSE tensor is ever made for it
+        ctx.what = call, places, len(saved), hooked
+        return (out, cast("Tensor", lse)) if call.return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """The gradients of q, k, v, attn_mask and sinks, as far as they are needed."""
+        call, places, count, hooked = ctx.what
         if dout is None and dlse is None:
-            return (None,) * (2 + int(ctx.inputs))
-        identity, *kept = ctx.saved_tensors
-        call, inputs, saved = ctx.call, tuple(kept[: ctx.inputs]), tuple(kept[ctx.inputs :])
-        if int(identity) != call.identity:
+            return (None,) * (2 + len(places))
+        kept = ctx.saved_tensors
+        if hooked and int(kept[-1]) != call.identity:
             raise RecomputeError(
                 f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
                 "computed: what is in force at backward() differs from the forward. Call backward() inside the same "
@@ -230,13 +303,32 @@ class Attention(torch.autograd.Function):
                 f"  asked: {call.problem.describe()}",
                 plan=call.plan,
             )
-        needs = Needs(*ctx.needs_input_grad[2:], *(False,) * (5 - ctx.inputs))
-        gradients = call.backward(saved, dout, dlse, needs, (*inputs, *(None,) * (5 - ctx.inputs)))[: ctx.inputs]
+        inputs, saved = tuple(kept[at] for at in places), tuple(kept[:count])
+        absent = len(Needs._fields) - len(places)
+        needs = Needs(*ctx.needs_input_grad[2:], *(False,) * absent)
+        gradients = call.backward(saved, dout, dlse, needs, (*inputs, *(None,) * absent))[: len(places)]
         if torch.is_grad_enabled():  # create_graph=True
             connected = [tensor for tensor in (dout, dlse, *inputs) if tensor is not None and tensor.requires_grad]
             # torch ships `apply` without types.
             gradients = Once.apply(len(connected), *connected, *gradients)  # type: ignore[no-untyped-call]
         return (None, None, *gradients)
+
+
+def _each_once(
+    inputs: tuple[Tensor | None, ...], saved: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """What to keep, each tensor once: `saved`, and those inputs that are not among it; and where the inputs are.
+
+    The inputs are kept in any case: a second derivative is noticed through them.
+    """
+    kept: list[Tensor | None] = list(saved)
+    places = []
+    for tensor in inputs:
+        at = next((at for at, other in enumerate(kept) if other is tensor), len(kept))
+        if at == len(kept):
+            kept.append(tensor)
+        places.append(at)
+    return tuple(kept), tuple(places)
 
 
 class Once(torch.autograd.Function):
@@ -260,12 +352,18 @@ class Once(torch.autograd.Function):
         raise SecondDerivativeError(ONCE)
 
 
-def run(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
-    """One eager call: (out, lse), lse None unless asked for."""
-    if call.problem.needs_grad:
-        alone = extras.attn_mask is None and extras.sinks is None
-        inputs = (q, k, v) if alone else (q, k, v, extras.attn_mask, extras.sinks)
-        result = Attention.apply(call, extras, *inputs)  # type: ignore[no-untyped-call]  # torch ships it without types
-        return cast("tuple[Tensor, Tensor]", result) if call.problem.return_lse else (result, None)
-    out, lse, _ = call.forward(q, k, v, extras)
-    return out, lse if call.problem.return_lse else None
+_apply: Any = super(torch.autograd.Function, Attention).apply
+"""`Attention.apply` without torch's wrapper in Python, which costs a third of the whole and has two tasks: to refuse
+functorch's transforms, and to unwrap what one of them left behind. `record` sees to both."""
+_unwrap = torch._C._functorch.unwrap_if_dead
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def record(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
+    """One eager call with gradients: (out, lse), lse None unless asked for."""
+    if torch._C._are_functorch_transforms_active() or extras.attn_mask is not None or extras.sinks is not None:
+        more = (extras.attn_mask, extras.sinks)
+        result = Attention.apply(call, extras, q, k, v, *more)  # type: ignore[no-untyped-call]  # torch ships no types
+    else:
+        result = _apply(call, extras, _unwrap(q), _unwrap(k), _unwrap(v))
+    return result if call.return_lse else (result, None)

@@ -64,7 +64,7 @@ def use_backend(names: str | Names) -> Iterator[None]:
     InvalidRequestError for what is no name.
     """
     chain = parse(names)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo can't trace a ContextVar; inside a traced region the mirror is all there is.
         before = mirror.names
         mirror.names = chain
@@ -101,9 +101,8 @@ def default() -> Names | None:
     return _default
 
 
-def context() -> Names | None:
-    """What the innermost `use_backend` block of this thread or task says."""
-    return _context.get()
+context = _context.get
+"""What the innermost `use_backend` block of this thread or task says. The method itself: it is on every call's way."""
 
 
 def parse(names: object) -> Names:

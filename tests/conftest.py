@@ -1,4 +1,4 @@
-"""Every test starts with no flashdispatch settings, no cached plans and nothing warned about yet."""
+"""Every test starts with no settings but an empty cache folder, no cached plans and nothing warned about yet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ import torch
 import flashdispatch
 from flashdispatch import _forcing, _plans, _registry, _settings
 from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, HeadDims, Needs, Problem, Support
+from flashdispatch_registry.tile_store import CACHE_DIR
 
 torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith(_settings.PREFIX):
             monkeypatch.delenv(name)
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "empty_cache"))  # not what was tuned on this machine
     for seen in (_settings._warned, _forcing._logged, _plans._events, _plans._unknown_disabled):
         seen.clear()
     flashdispatch.reload_settings()

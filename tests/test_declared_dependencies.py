@@ -23,6 +23,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "flashdispatch/demo": ("demo",),
     "registry/flashdispatch_registry": (),
     "backends/flashdispatch_backends": (),
+    "backends/flashdispatch_backends/triton_fa2": ("triton",),
     "conformance/flashdispatch_conformance": ("conformance",),
 }
 """Folder -> the extras it may need beyond the core dependencies."""

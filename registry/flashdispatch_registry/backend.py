@@ -104,6 +104,26 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class Binds(Protocol):
+    """A backend that prepares the launches of one call's metadata once, for all the calls that share it.
+
+    Optional: a backend without it is called through ``forward(problem, ...)``. `forward` stays even so: traced calls
+    come through it.
+    """
+
+    def bind(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
+        """What runs every forward whose tensors have the shapes, strides and dtypes of these.
+
+        But for strides that mean nothing: of dims of size 1, of empty tensors. Values and addresses differ from call to
+        call, so none of these tensors is kept. Called with the first such call, in the surroundings of
+        `Backend.forward`; the result is called in them too, from any thread.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
     """A backend's entry in the registry: light data, read without importing any kernel language.
@@ -121,6 +141,8 @@ class BackendSpec:
     """Static rank per architecture, higher first; ``"*"`` for all others."""
     numerics: Numerics = "exact"
     """Auto-selection takes only ``"exact"``."""
+    by_name_only: str = ""
+    """Why automatic choice passes it over, even where it is alone: ``"Triton's interpreter, for tests"``."""
     memory: Memory = "linear"
     """Extra memory in the sequence length: O(S), O(block * S), O(S^2)."""
     fused: bool = True
@@ -141,7 +163,13 @@ class BackendSpec:
             raise ValueError(f"backend name {self.name!r} is reserved")
         if not _FACTORY.fullmatch(self.factory):
             raise ValueError(f"factory {self.factory!r} must look like 'package.module:object'")
-        for what, kind in (("api_version", int), ("fused", bool), ("portable", bool), ("requires", tuple)):
+        for what, kind in (
+            ("api_version", int),
+            ("by_name_only", str),
+            ("fused", bool),
+            ("portable", bool),
+            ("requires", tuple),
+        ):
             if not isinstance(getattr(self, what), kind):
                 raise TypeError(f"{self.name}: {what} must be {kind.__name__}, got {getattr(self, what)!r}")
         if self.why_not is not None and not callable(self.why_not):

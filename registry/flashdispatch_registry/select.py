@@ -60,7 +60,10 @@ def select(
     """
     candidates = [_candidate(problem, entry, disabled) for entry in entries]
     if forced is None:
-        candidates = [_for_auto(problem, candidate, issues, refuse_fallback) for candidate in candidates]
+        candidates = [
+            _for_auto(problem, candidate, entry.spec, issues, refuse_fallback)
+            for candidate, entry in zip(candidates, entries, strict=True)
+        ]
     candidates.sort(key=lambda c: _rank(c, forced))
     chosen = next((c for c in candidates if c.can_run and (forced is None or c.name in forced.names)), None)
     if chosen is not None:
@@ -164,14 +167,22 @@ def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Cand
     )
 
 
-def _for_auto(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue], refuse_fallback: bool) -> Candidate:
+def _for_auto(
+    problem: Problem,
+    candidate: Candidate,
+    spec: BackendSpec | None,
+    issues: Sequence[KnownIssue],
+    refuse_fallback: bool,
+) -> Candidate:
     """What speaks against a backend only when nobody named it."""
     reasons = [
         Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", f"see {issue.url}")
         for issue in _hits(problem, candidate, issues)
     ]
+    fix = f'ask for it with backend="{candidate.name}"'
+    if spec is not None and spec.by_name_only:
+        reasons.append(Reason(Code.NOT_AUTO, "backend", "auto", f"its name only: {spec.by_name_only}", fix))
     if candidate.numerics not in (None, "exact"):
-        fix = f'ask for it with backend="{candidate.name}"'
         reasons.append(Reason(Code.NOT_AUTO, "numerics", str(candidate.numerics), "exact, chosen automatically", fix))
     slow = _fallback(problem, candidate)
     if slow is not None and refuse_fallback:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -37,10 +36,7 @@ AddPlugin = Callable[[str, str], None]
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test discovers anew, with none of our variables set, and leaves nothing behind."""
-    for name in list(os.environ):
-        if name.startswith("FLASHDISPATCH_"):
-            monkeypatch.delenv(name)
+    """Each test discovers anew, and leaves nothing behind."""
     monkeypatch.setattr(_registry, "_process", None)
     _plans.cache.clear()
     yield

@@ -13,9 +13,16 @@ import pytest
 from rich.text import Text
 
 from flashdispatch import __main__
-from flashdispatch.cli import demo, doctor, explain, matrix, output
+from flashdispatch.cli import demo, doctor, explain, matrix, output, source, tune
 
-COMMANDS = {"doctor": doctor, "explain": explain, "matrix": matrix, "demo": demo}
+COMMANDS = {
+    "doctor": doctor,
+    "explain": explain,
+    "source": source,
+    "tune tiles": tune,
+    "matrix": matrix,
+    "demo": demo,
+}
 
 Command = Callable[..., Any]
 
@@ -27,13 +34,14 @@ def python(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_command(command: Command) -> None:
     ran = command("--help")
     assert ran.code == 0
-    assert all(name in ran.out for name in COMMANDS)
+    assert all(name.split()[0] in ran.out for name in COMMANDS)
+    assert "tiles" in command("tune", "--help").out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_of_each_command_has_its_examples_and_fits(name: str, width: int, command: Command) -> None:
-    ran = command(name, "--help", width=width)
+    ran = command(*name.split(), "--help", width=width)
     assert ran.code == 0
     assert "--json" in ran.out
     assert f"flashdispatch {name}" in ran.out.split("Examples")[1]

@@ -168,13 +168,3 @@ def test_a_backend_that_does_not_load_is_not_forgotten_in_that_list(
     broken = command("source", "--backend", "absent")
     assert broken.code == 1
     assert "No module named 'no_such_module'" in broken.words
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_help_has_its_examples_and_fits(width: int, command: Command) -> None:
-    ran = command("source", "--help", width=width)
-    assert ran.code == 0
-    assert "flashdispatch source" in ran.out.split("Examples")[1]
-    assert max(map(len, ran.out.splitlines())) <= width
-    assert max(len(line.replace("[cyan]", "").replace("[/]", "")) for line in source.EXAMPLES.splitlines()) <= 78
-    assert "source" in command("--help").out

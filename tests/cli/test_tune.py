@@ -494,17 +494,6 @@ def test_another_architecture_can_only_be_asked_about(tiled: Callable[..., Tiled
     assert "add --dry-run" in ran.err
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_help_has_its_examples_and_fits(width: int, command: Command) -> None:
-    ran = command("tune", "tiles", "--help", width=width)
-    assert ran.code == 0
-    assert "flashdispatch tune tiles" in ran.out.split("Examples")[1]
-    assert max(map(len, ran.out.splitlines())) <= width
-    assert max(len(line.replace("[cyan]", "").replace("[/]", "")) for line in tune.EXAMPLES.splitlines()) <= 78
-    assert "tiles" in command("tune", "--help").out
-    assert "tune" in command("--help").out
-
-
 # The clock
 
 

@@ -65,10 +65,10 @@ def test_explain_answers_for_an_architecture_this_machine_has_not(qkv: Any, add_
 
 def test_explain_works_on_fake_tensors() -> None:
     with FakeTensorMode():
-        q, k, v = (torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        q, k, v = (torch.empty(2, 1024, 8, 64, dtype=torch.float64, device="cuda") for _ in range(3))
         plan = explain(q, k, v, causal=True, arch="sm_90")
     assert plan.problem.arch == "sm_90"
-    assert plan.chosen == "torch_reference"
+    assert plan.chosen == "torch_reference"  # nobody else takes float64
 
 
 def test_explain_takes_a_problem(qkv: Any) -> None:
@@ -200,8 +200,9 @@ def test_quantized_backends_are_never_chosen_unasked(qkv: Any, add_backend: Any)
     assert explain(*qkv(), backend="eight_bit").chosen == "eight_bit"
 
 
-def cuda_plan(qkv: Any) -> Plan:
-    return explain(*qkv(), arch="sm_90")
+def cuda_plan(qkv: Any, **changes: Any) -> Plan:
+    """On a GPU, in float64: no kernel takes it, only the reference."""
+    return explain(*qkv(dtype=torch.float64, **changes), arch="sm_90")
 
 
 def test_an_unfused_backend_on_a_gpu_is_an_event(qkv: Any) -> None:
@@ -214,9 +215,9 @@ def test_fallback_warns_once_per_class(qkv: Any) -> None:
         _plans._fallback_event(cuda_plan(qkv))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _plans._fallback_event(explain(*qkv(seqlen_q=33), arch="sm_90"))
+        _plans._fallback_event(cuda_plan(qkv, seqlen_q=33))
     with pytest.warns(FallbackWarning):
-        _plans._fallback_event(explain(*qkv(), arch="sm_90", causal=True))
+        _plans._fallback_event(explain(*qkv(dtype=torch.float64), arch="sm_90", causal=True))
 
 
 def test_fallback_error_refuses_and_explain_says_so(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:

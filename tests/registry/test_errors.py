@@ -25,6 +25,7 @@ TREE = {
     "ForwardModeError": NotImplementedError,
     "RecomputeError": RuntimeError,
     "BackendContractError": RuntimeError,
+    "ColdKernelError": RuntimeError,
     "FallbackError": RuntimeError,
     "PluginError": RuntimeError,
     "BackendLoadError": RuntimeError,

@@ -251,6 +251,25 @@ def test_what_is_not_exact_is_never_chosen_automatically(spec, problem, numerics
     assert select(problem(), entries, forced=forced("rough")).chosen == "rough"
 
 
+@pytest.mark.parametrize("others", [(), ("exact",)], ids=["alone", "beside one that can run"])
+def test_who_is_to_be_named_is_never_chosen_automatically(spec, problem, others: tuple[str, ...]) -> None:
+    entries = [entry(spec("emulated", by_name_only="an emulator", priority={"*": 9}))]
+    entries += [entry(spec(name)) for name in others]
+    plan = select(problem(), entries)
+    assert plan.chosen == next(iter(others), None)
+    assert [str(reason) for reason in plan.candidate("emulated").reasons] == [
+        'NOT_AUTO: backend is auto; takes its name only: an emulator (fix: ask for it with backend="emulated")'
+    ]
+    named = select(problem(), entries, forced=forced("emulated"))
+    assert (named.chosen, named.candidate("emulated").reasons) == ("emulated", ())
+
+
+def test_what_only_runs_by_name_is_in_the_message_when_nothing_runs(spec, problem) -> None:
+    plan = select(problem(), [entry(spec("emulated", by_name_only="an emulator"))])
+    with pytest.raises(NoBackendError, match=r'what would help: for emulated, ask for it with backend="emulated"'):
+        require(plan)
+
+
 # Architectures
 
 

@@ -257,7 +257,7 @@ def test_head_dims_that_no_size_fits_are_refused(sizes: dict[str, Any]) -> None:
     "changes",
     [
         {"requires": "triton"}, {"fused": "no"}, {"api_version": "1"}, {"why_not": "x"}, {"factory": "a:b:c"},
-        {"priority": {"*": "high"}}, {"support": {}}, {"portable": 1},
+        {"priority": {"*": "high"}}, {"support": {}}, {"portable": 1}, {"by_name_only": True},
     ],
     ids=str,
 )  # fmt: skip

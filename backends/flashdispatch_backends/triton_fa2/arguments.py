@@ -1,7 +1,7 @@
 """What a problem's kernels are launched with: every argument but the addresses, worked out once per kind of call.
 
-Nothing here runs or compiles. Tensors are read for their metadata alone, so meta tensors do, and a machine without a GPU
-can describe the launches of any problem.
+Nothing here runs or compiles. Tensors are read for their metadata alone, so meta tensors do, and a machine without a
+GPU can describe the launches of any problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashdispatch_backends.triton_fa2 import tiles
 from flashdispatch_backends.triton_fa2.compile import ALIGNMENT, KERNELS, MASK_STRIDES, STRIDE_UNIT, Recipe
-from flashdispatch_backends.triton_fa2.tiles import Shape, padded
+from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Gradients, Needs, Problem
 from flashdispatch_registry.layout import dense_strides, output_strides
 
@@ -167,8 +167,8 @@ def pointers_of(extras: Extras) -> dict[str, Tensor | None]:
 def precision(problem: Problem) -> str:
     """How tl.dot multiplies float32; 16-bit products are exact in any case.
 
-    float32 with IEEE accuracy goes through tensor cores, too: each number is three bfloat16 parts of 8 bits, and the six
-    products that reach float32's last bit are added in float32. On an H200 that is closer to the truth than
+    float32 with IEEE accuracy goes through tensor cores, too: each number is three bfloat16 parts of 8 bits, and the
+    six products that reach float32's last bit are added in float32. On an H200 that is closer to the truth than
     fused multiply-adds, and several times faster (docs/measurements.md).
     """
     if problem.dtype is not torch.float32 or problem.fp32_precision == "tf32":
@@ -186,6 +186,7 @@ def _values(
     scale, softcap = problem.scale * unit, 0.0
     if problem.softcap is not None:
         scale, softcap = problem.scale / problem.softcap, problem.softcap * unit
+    block_d, block_dv = tiles.padded_dims(problem)
     beyond = q.shape[1] + k.shape[1]  # no distance is larger, and nothing overflows 32 bits
     values: dict[str, Any] = {
         "stride_slopes": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
@@ -193,10 +194,10 @@ def _values(
         "seqlen_q": q.shape[1], "seqlen_k": k.shape[1],
         "left": beyond if band.left is None else min(band.left, beyond),
         "right": beyond if band.right is None else min(band.right, beyond),
-        "scale": scale, "softcap": softcap, "gradient_scale": problem.scale,
+        "scale": float(scale), "softcap": float(softcap), "gradient_scale": float(problem.scale),
         "threshold": min(round(p * 2**32), 2**32 - 1), "kept": 1.0 / (1.0 - p) if p < 1.0 else 0.0,
         "D": problem.head_dim, "DV": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim), "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         "LEFT": band.left is not None, "RIGHT": band.right is not None, "TOP_LEFT": band.align == "top_left",
         "MASK": problem.attn_mask, "SOFTCAP": problem.softcap is not None, "NATURAL": natural,
         "PLAIN": problem.softcap is None and mask is None and slopes is None and problem.scale >= 0,

@@ -3,11 +3,11 @@
 P is not stored by the forward. Both kernels make it again, already normalised, from S and the LSE; with
 Delta = rowsum(dO * O), which equals rowsum(P * dP) (FlashAttention, arXiv 2205.14135, appendix B.2):
 
-    P = exp(S - LSE)     dV = P^T dO     dP = dO V^T     dS = P * (dP - Delta)     dQ = scale dS K     dK = scale dS^T Q
+    P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P * (dP - Delta)    dQ = scale dS K    dK = scale dS^T Q
 
-FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its own:
-seven products instead of five, and in return the gradients are bitwise repeatable, always, and no accumulator of the
-size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS: Delta - dLSE takes the place of Delta.
+FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its
+own: seven products instead of five, and in return the gradients are bitwise repeatable, always, and no accumulator of
+the size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS: Delta - dLSE takes the place of Delta.
 
 dq_kernel       One program per query block, as in the forward (heavy blocks first); Q, dO and acc = dQ stay, K and V
                 stream. It also makes Delta, which the other kernel reads: it has dO on the chip anyway.
@@ -50,7 +50,6 @@ from flashdispatch_backends.triton_fa2.scores import (
     store_tile,
 )
 
-
 COARSE_LSE: tl.constexpr = tl.constexpr(4096.0)
 """Beyond it a float32 LSE is too coarse to normalise by: its last digit is worth 2**-11 of P, and more further on."""
 
@@ -86,7 +85,7 @@ def dq_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), a part per block."""
+    """Fills delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), to be summed."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -110,7 +109,7 @@ def dq_kernel(
     i = rows[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dO = load_tile(dout, first, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, True)
-    O = load_tile(out, first, stride_os, q_len, BLOCK_M, BLOCK_DV, DV, True)  # noqa: E741  the paper's letter
+    O = load_tile(out, first, stride_os, q_len, BLOCK_M, BLOCK_DV, DV, True)
     LSE = load_lse(lse + row_base, first, q_len, NATURAL, BLOCK_M)
     Delta = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)  # FA-2 Algorithm 2 line 4
     if dlse is not None:
@@ -138,8 +137,8 @@ def dq_kernel(
                 qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, _ = scores(
-                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                    True, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
+                    stride_mn, True, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                 )  # fmt: skip
                 sums += tl.sum(exponential(S - LSE[:, None], NATURAL), 1)
             if sinks is not None:
@@ -164,8 +163,8 @@ def dq_kernel(
                 dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, tanh = scores(
-                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                    cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
+                    stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                 )  # fmt: skip
                 P = exponential(S - LSE[:, None], NATURAL)
                 if total is not None:
@@ -193,7 +192,7 @@ def dkdv_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
+    """Fills dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
     blocks = tl.cdiv(seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -240,8 +239,8 @@ def dkdv_kernel(
                     qkT = tl.dot(K, tl.trans(Q), input_precision=PRECISION)
                     i = (row + tl.arange(0, BLOCK_M))[None, :]
                     ST, tanhT = scores(
-                        qkT, i, j, row, first, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
-                        stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        qkT, i, j, row, first, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h,
+                        stride_mm, stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     PT = exponential(ST - LSE[None, :], NATURAL)
                     if total is not None:

@@ -1,8 +1,8 @@
 """From a launch to a compiled kernel: ahead of time, for the GPU at hand or for another architecture without one.
 
-Triton's own `kernel[grid](...)` looks at every argument of every call to see which kernel it needs. Here that is decided
-once, when a call is bound: `Recipe` is all that a compiled kernel depends on, and `compiled` keeps one per recipe and
-device. Triton's cache on disk lies beneath, so that another process only loads it.
+Triton's own `kernel[grid](...)` looks at every argument of every call to see which kernel it needs. Here that is
+decided once, when a call is bound: `Recipe` is all that a compiled kernel depends on, and `compiled` keeps one per
+recipe and device. Triton's cache on disk lies beneath, so that another process only loads it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Recipe:
     constants: tuple[tuple[str, Any], ...]
     shape: Shape
     aligned: bool
-    """`ALIGNED_POINTERS` are multiples of 16 bytes, and the strides of q, k, v, their gradients and outputs of 8 elements."""
+    """`ALIGNED_POINTERS` are multiples of 16 bytes, and strides of what is q's dtype are of 8 elements."""
     aligned_mask: bool
     """The same of attn_mask, with strides of 16 elements: a byte each."""
 
@@ -185,7 +185,11 @@ def _disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
         file.write(cubin)
         file.flush()
         dump = [str(_BIN / "cuobjdump"), file.name]
-        usage = subprocess.run([*dump, "--dump-resource-usage"], check=True, capture_output=True, text=True).stdout
-        sass = subprocess.run([*dump, "--dump-sass"], check=True, capture_output=True, text=True).stdout
+
+        def told(what: str) -> str:
+            # The command and its arguments are ours.
+            return subprocess.run([*dump, what], check=True, capture_output=True, text=True).stdout  # noqa: S603
+
+        usage, sass = told("--dump-resource-usage"), told("--dump-sass")
     found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage))
     return {name: int(value) for name, value in found.items()}, sass

@@ -57,7 +57,7 @@ def forward_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
+    """Fills out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -80,7 +80,7 @@ def forward_kernel(
 
     # FA-2 Algorithm 1 line 3, or the state after a sink: one more column, of value zero
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741  the paper's letter
+    l = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + h)
         if not NATURAL:
@@ -114,14 +114,14 @@ def forward_kernel(
                 else:
                     j = (key + tl.arange(0, BLOCK_N))[None, :]
                     S, _ = scores(
-                        qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-                        cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
+                        stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(S, 1))
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - 0, not -inf - -inf
                     P = exponential(S - base[:, None], NATURAL)
                     alpha = exponential(m - base, NATURAL)
-                l = alpha * l + tl.sum(P, 1)  # noqa: E741  of the weights before dropout
+                l = alpha * l + tl.sum(P, 1)
                 if seed is not None:
                     P = tl.where(dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N), P, 0.0)
                 V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)
@@ -132,10 +132,9 @@ def forward_kernel(
     inside = rows < q_len
     if seed is not None:
         acc *= kept
-    O = tl.where(inside[:, None], acc / tl.where(l == 0.0, 1.0, l)[:, None], 0.0)  # noqa: E741  the paper's letter
+    O = tl.where(inside[:, None], acc / tl.where(l == 0.0, 1.0, l)[:, None], 0.0)
     store_tile(out, O, first, stride_os, seqlen_q, BLOCK_M, BLOCK_DV, DV)
     if lse is not None:
         m = tl.where(inside, m, float("-inf"))
         LSE = m + tl.log2(l) / LOG2E if NATURAL else (m + tl.log2(l)) / LOG2E  # log2(0) = -inf: no key
         tl.store(lse + b64 * heads * seqlen_q + h64 * seqlen_q + q_start + rows, LSE, mask=rows < seqlen_q)
-

@@ -1,8 +1,8 @@
 """The backend object: makes the outputs, takes the addresses, launches on torch's current stream.
 
-What a launch needs beside addresses is worked out when a kind of call is seen first (`arguments`), and kept. Triton's own
-`kernel[grid](...)` would find the kernel anew from all arguments of every call; here the compiled kernel is started as it
-is, with addresses as plain integers, which Triton's launcher takes without asking the driver about them.
+What a launch needs beside addresses is worked out when a kind of call is seen first (`arguments`), and kept. Triton's
+own `kernel[grid](...)` would find the kernel anew from all arguments of every call; here the compiled kernel is started
+as it is, with addresses as plain integers, which Triton's launcher takes without asking the driver about them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdispatch_backends.triton_fa2 import INTERPRETED, SPEC, compile, tiles
+from flashdispatch_backends.triton_fa2 import INTERPRETED, SPEC, tiles
 from flashdispatch_backends.triton_fa2.arguments import (
     Launch,
     Tensors,
@@ -25,7 +25,15 @@ from flashdispatch_backends.triton_fa2.arguments import (
     gradients_like,
     pointers_of,
 )
-from flashdispatch_backends.triton_fa2.compile import ALIGNMENT, KERNELS, Recipe
+from flashdispatch_backends.triton_fa2.compile import (
+    ALIGNMENT,
+    KERNELS,
+    Recipe,
+    compile_all,
+    compile_beside,
+    compiled,
+    facts,
+)
 from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
 from flashdispatch_registry.kernels import KernelFacts, Tile
@@ -35,7 +43,7 @@ BOUND_LIMIT = 1024
 """Kinds of call that are remembered here; beyond it all are forgotten."""
 
 # torch.cuda.current_stream() makes a Stream object and costs 40 times as much. A CPU build of torch has neither.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # noqa: SLF001
 
 
 class TritonFA2:
@@ -82,7 +90,7 @@ class TritonFA2:
         if not INTERPRETED:
             recipes = self._recipes(problem)
             unaligned = [replace(recipe, aligned=False, aligned_mask=False) for recipe in recipes]
-            compile.compile_all(recipes + unaligned, torch.cuda.current_device())
+            compile_all(recipes + unaligned, torch.cuda.current_device())
 
     def _recipes(self, problem: Problem) -> list[Recipe]:
         """The kernels of `problem`. A float mask has one of two dtypes, and the problem does not say which."""
@@ -108,7 +116,9 @@ class TritonFA2:
 
     def tile_space(self, problem: Problem, kernel: str) -> Sequence[Tile]:
         """See `tiles.space`."""
-        return [shape._asdict() for shape in dict.fromkeys((self.shape(problem, kernel), *tiles.space(problem, kernel)))]
+        return [
+            shape._asdict() for shape in dict.fromkeys((self.shape(problem, kernel), *tiles.space(problem, kernel)))
+        ]
 
     def tile(self, problem: Problem, kernel: str) -> Tile:
         """The tile in force."""
@@ -126,9 +136,7 @@ class TritonFA2:
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` in processes beside each other."""
         (launch, *_) = (x for x in described(problem, problem.dtype, self.shape) if x.recipe.kernel == kernel)
-        compile.compile_beside(
-            [launch.recipe.with_shape(Shape(**tile)) for tile in tiles], torch.cuda.get_device_capability()
-        )
+        compile_beside([launch.recipe.with_shape(Shape(**tile)) for tile in tiles], torch.cuda.get_device_capability())
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
         """The tile in force: set in this process, else tuned on this GPU, else shipped."""
@@ -153,7 +161,7 @@ class TritonFA2:
 
     def facts(self, problem: Problem) -> Sequence[KernelFacts]:
         """Compiles for ``problem.arch``; needs no GPU."""
-        return [compile.facts(recipe, problem.arch) for recipe in self._recipes(problem)]
+        return [facts(recipe, problem.arch) for recipe in self._recipes(problem)]
 
 
 class BoundKernel:
@@ -172,7 +180,7 @@ class BoundKernel:
         """
         kernel = self._compiled.get(aligned)
         if kernel is None:
-            kernel = self._compiled[aligned] = compile.compiled(self.launch.on(aligned).recipe, self.index)
+            kernel = self._compiled[aligned] = compiled(self.launch.on(aligned).recipe, self.index)
         return kernel
 
     def __call__(self, aligned: bool, tensors: Tensors) -> None:
@@ -207,6 +215,7 @@ class BoundForward:
         self.out_shape = (*q.shape[:3], problem.head_dim_v)
         self.out_strides = output_strides(self.out_shape, q.stride(), problem.layout)
         self.lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        self.lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
         launch = self.kernel.launch
         self.grid = launch.grid
         self.tail = (*(None for _ in launch.pointers[5:]), *launch.rest)
@@ -214,8 +223,11 @@ class BoundForward:
         self.alone = all(extra is None for extra in extras) and not INTERPRETED and self.grid > 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        """Makes out and lse, and launches."""
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device) if self.with_lse else None
+        lse = None
+        if self.with_lse:  # torch.empty takes half as long again
+            lse = torch.empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32, device=self.device)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         aligned = not (at_q | at_k | at_v) % ALIGNMENT
         if self.alone:  # `BoundKernel.__call__` written out: this is on every call's way
@@ -252,6 +264,7 @@ class BoundBackward:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
         extras: Extras,
     ) -> Gradients:  # fmt: skip
+        """Makes the gradients, and launches one kernel after the other."""
         batch, heads, seqlen_q = lse.shape
         gradients = gradients_like(q, k, v, self.needs, q.device)
         blocks = -(-seqlen_q // self.row_blocks)
@@ -262,9 +275,7 @@ class BoundBackward:
             "total": torch.empty_like(lse) if self.natural else None, "dq": gradients.q, "dk": gradients.k,
             "dv": gradients.v, "dsinks": dsinks, "dmask": dmask,
         } | pointers_of(extras)  # fmt: skip
-        aligned = not any(
-            x.data_ptr() % ALIGNMENT for x in (q, k, v, out, dout, extras.attn_mask) if x is not None
-        )
+        aligned = not any(x.data_ptr() % ALIGNMENT for x in (q, k, v, out, dout, extras.attn_mask) if x is not None)
         for kernel in self.kernels:
             kernel(aligned, tensors)
         if dmask is not None and extras.attn_mask is not None:

@@ -1,7 +1,7 @@
 """The gradient of a float attn_mask: dS, summed in float32 over the dims that the mask broadcasts.
 
-Only a mask that wants a gradient pays for it, with a pass of its own: a mask that is shared by sequences and heads needs
-their sum, which neither backward kernel sees whole, and atomics would make it depend on chance. S and P are made again
+Only a mask that wants a gradient pays for it, with a pass of its own: a mask shared by sequences and heads needs their
+sum, which neither backward kernel sees whole, and atomics would make it depend on chance. S and P are made again
 as in `backward`, from q, k, the LSE and the Delta that dq_kernel left:
 
     dmask_ij = sum over what is broadcast of P_ij (dP_ij - Delta_i)
@@ -97,8 +97,8 @@ def dmask_kernel(
                     qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                     S, _ = scores(
-                        qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm, stride_mn,
-                        True, LEFT, RIGHT, SOFTCAP, slopes is not None, "float",
+                        qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
+                        stride_mn, True, LEFT, RIGHT, SOFTCAP, slopes is not None, "float",
                     )  # fmt: skip
                     P = exponential(S - load_lse(lse + row_base, row, q_len, True, BLOCK_M)[:, None], True)
                     P *= load_rows(total + row_base, row, q_len, BLOCK_M)[:, None]

@@ -44,9 +44,7 @@ def diagonal(q_len, kv_len, TOP_LEFT: tl.constexpr):
 
 
 @triton.jit
-def key_blocks(
-    first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def key_blocks(first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Key blocks that the queries first..last (inclusive) see: (start, whole_start, whole_end, end).
 
     Blocks in [whole_start, whole_end) need no mask of position. Those in [start, whole_start) and [whole_end, end) hold
@@ -143,9 +141,7 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    base, tile, first, stride, end, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr
-):
+def store_tile(base, tile, first, stride, end, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr):
     """The way back of `load_tile`, rounding once; nothing is written past `end` or D."""
     row = tl.arange(0, BLOCK)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
@@ -158,7 +154,7 @@ def store_tile(
 
 @triton.jit
 def exponential(x, NATURAL: tl.constexpr):
-    """exp of a score difference, in the scores' units."""
+    """The exp of a score difference, in the scores' units."""
     if NATURAL:
         x = x * LOG2E
     return tl.exp2(x)

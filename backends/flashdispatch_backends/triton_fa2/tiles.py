@@ -47,20 +47,29 @@ def family(arch: str) -> str:
     return "sm_86"  # 99 KiB of shared memory: sm_86, sm_89, sm_120, and the careful choice for what is not known
 
 
-def padded(head_dim: int) -> int:
-    """The head dim on the chip: a power of two, and at least 16, the shortest product of a tensor core."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded(head_dim: int, arch: str) -> int:
+    """The head dim on the chip: a power of two, and at least the width that the tensor cores' operands need.
+
+    16 is the shortest product of mma.sync. wgmma reads V from shared memory, and Triton 3.6 lets it read past the end
+    of a V tile that is 32 wide (compute-sanitizer on an H200, num_stages=1): there rows have 64 numbers, wgmma's width.
+    """
+    return max(64 if family(arch) in ("sm_90", "sm_100") else 16, 1 << (head_dim - 1).bit_length())
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """D and Dv on the chip."""
+    return padded(problem.head_dim, problem.arch), padded(problem.head_dim_v, problem.arch)
 
 
 def key_passes(problem: Problem) -> tuple[str, ...]:
     """How dK and dV are made: together, or, where that is too wide, in a pass each (S is made once more)."""
-    wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) * problem.dtype.itemsize > SPLIT_ABOVE
+    wide = max(padded_dims(problem)) * problem.dtype.itemsize > SPLIT_ABOVE
     return ("dk", "dv") if wide else ("dkdv",)
 
 
 def key(problem: Problem, kernel: str) -> str:
     """What a tile depends on, as the name of a row."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    d, dv = padded_dims(problem)
     return _row(problem, kernel, f"d{d}" if d == dv else f"d{d}x{dv}", _mask(problem))
 
 
@@ -85,7 +94,7 @@ def _extra(problem: Problem) -> tuple[str, ...]:
 
 def shipped(problem: Problem, kernel: str) -> Shape:
     """The table's tile; where nobody has measured one, a small one that fits everywhere."""
-    wide = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
+    wide = max(64, *padded_dims(problem))
     for mask in dict.fromkeys((_mask(problem), "causal", "full")):
         row = SHIPPED.get(_row(problem, kernel, f"d{wide}", mask))
         if row is not None:
@@ -104,7 +113,7 @@ def _careful(problem: Problem, kernel: str, wide: int) -> Shape:
 
 def space(problem: Problem, kernel: str) -> Iterator[Shape]:
     """Tiles worth measuring: those that leave room for what stays and for the blocks copied ahead."""
-    d = padded(problem.head_dim) + padded(problem.head_dim_v)
+    d = sum(padded_dims(problem))
     limit = SHARED_BYTES[family(problem.arch)]
     for resident in (64, 128):
         for streamed in (16, 32, 64, 128):

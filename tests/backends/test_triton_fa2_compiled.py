@@ -1,0 +1,101 @@
+"""triton_fa2 without a GPU: what its kernels compile to, on each family of architectures.
+
+A problem of each kind is compiled as a GPU would: shared memory fits, registers do not spill more than is known, and
+products run on tensor cores. Compiled in as many processes as there are cores, since a kernel takes seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from flashdispatch_backends.triton_fa2.launch import backend
+from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, family
+from flashdispatch_registry import Band, Problem
+from flashdispatch_registry.kernels import KernelFacts
+
+CAUSAL = {"band": Band(right=0)}
+EVERYTHING = {
+    "heads_kv": 2, "band": Band(left=100, right=0), "attn_mask": "float", "attn_mask_shape": (2, 4, 1024, 1024),
+    "alibi": True, "sinks": True, "q_lens": True, "kv_lens": True, "softcap": 20.0, "dropout_p": 0.1,
+    "needs_grad": ("q", "k", "v", "attn_mask", "sinks"),
+}  # fmt: skip
+
+
+def problem(arch: str, head_dim: int, dtype: torch.dtype = torch.float16, **changes: Any) -> Problem:
+    fields: dict[str, Any] = {
+        "arch": arch, "dtype": dtype, "batch": 2, "heads_q": 4, "heads_kv": 4, "seqlen_q": 1024, "seqlen_k": 1024,
+        "head_dim": head_dim, "head_dim_v": head_dim, "scale": head_dim**-0.5, "needs_grad": ("q", "k", "v"),
+    }  # fmt: skip
+    return Problem(**(fields | changes))
+
+
+PROBLEMS: dict[str, Problem] = {
+    **{
+        f"{arch} d{d} causal": problem(arch, d, **CAUSAL)
+        for arch, d in product(("sm_80", "sm_90", "sm_100"), (64, 128, 256))
+    },
+    "sm_90 d128 full": problem("sm_90", 128),
+    "sm_90 d96 dv32 bf16": problem("sm_90", 96, torch.bfloat16, head_dim_v=32),
+    "sm_90 d64 everything": problem("sm_90", 64, **EVERYTHING),
+    "sm_80 d64 float32": problem("sm_80", 64, torch.float32),
+    "sm_86 d256 float32": problem("sm_86", 256, torch.float32),
+    "sm_120 d128 causal": problem("sm_120", 128, **CAUSAL),
+}
+
+SPILLED: Mapping[tuple[str, str], int] = {}
+"""Bytes a thread may keep in local memory, by problem and kernel, where not 0: what was measured with triton 3.7.1, in
+steps of 64. A larger number is a loss of speed that nobody has looked at."""
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Sequence[KernelFacts]]]]:
+    """Of every problem that a test asks for, in the order of the tests."""
+    wanted = dict.fromkeys(
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and "compiled" in item.fixturenames
+    )
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    yield {name: pool.submit(backend.facts, PROBLEMS[name]) for name in wanted}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_kernel_of_a_problem_fits_and_runs_on_tensor_cores(
+    name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]
+) -> None:
+    facts = compiled[name].result()
+    arch = PROBLEMS[name].arch
+    assert {kernel.kernel for kernel in facts} == set(backend.kernels(PROBLEMS[name]))
+    for kernel in facts:
+        said = f"{kernel.kernel} {dict(kernel.tile)} {dict(kernel.instructions)}"
+        assert kernel.shared_bytes <= SHARED_BYTES[family(arch)], said
+        assert kernel.registers <= 255, said
+        assert kernel.registers * kernel.threads <= 65536, said
+        assert any(kernel.instructions[name] for name in ("mma.sync", "wgmma", "tcgen05")), said
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_registers_spill_no_more_than_is_known(name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]) -> None:
+    most: dict[str, int] = {}
+    for kernel in compiled[name].result():
+        most[kernel.kernel] = max(kernel.spill_bytes, most.get(kernel.kernel, 0))
+    steps = {kernel: -(-spilled // 64) * 64 for kernel, spilled in most.items()}
+    assert {kernel: steps[kernel] for kernel in steps if steps[kernel] > SPILLED.get((name, kernel), 0)} == {}
+
+
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if "float32" not in name])
+def test_products_of_16_bit_run_on_the_architectures_own_tensor_cores(
+    name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]
+) -> None:
+    own = {"sm_90": ("wgmma",), "sm_100": ("tcgen05", "mma.sync")}.get(PROBLEMS[name].arch, ("mma.sync",))
+    for kernel in compiled[name].result():
+        assert any(kernel.instructions[instruction] for instruction in own), kernel.kernel

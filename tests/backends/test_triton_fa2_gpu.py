@@ -1,0 +1,275 @@
+"""triton_fa2 on a GPU: what public bug reports name, and how it launches. The rest is in the named cases."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdispatch
+from flashdispatch import attention
+
+pytestmark = pytest.mark.gpu
+
+NAME = "triton_fa2"
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch, _fresh: None) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_FALLBACK", "allow")
+
+
+def tensors(
+    batch: int = 2, seqlen_q: int = 130, seqlen_k: int = 130, heads: int = 4, heads_kv: int = 2, head_dim: int = 64,
+    head_dim_v: int | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k, v as leaves, and dout."""
+    dims = head_dim if head_dim_v is None else head_dim_v
+
+    def make(seqlen: int, count: int, dim: int) -> Tensor:
+        return torch.randn(batch, seqlen, count, dim, device="cuda", dtype=dtype)
+
+    q, k, v = make(seqlen_q, heads, head_dim), make(seqlen_k, heads_kv, head_dim), make(seqlen_k, heads_kv, dims)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), make(seqlen_q, heads, dims)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, backend: str = NAME, **arguments: Any) -> dict[str, Tensor]:
+    out, lse = attention(q, k, v, return_lse=True, backend=backend, **arguments)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    """The reference in float64, on the same numbers."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    return run(*leaves, dout.double(), backend="torch_reference", **arguments)
+
+
+def assert_right(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 0.02) -> None:
+    for name, tensor in got.items():
+        expected = want[name]
+        empty = expected == -math.inf
+        assert torch.equal(tensor == -math.inf, empty), name
+        difference = (tensor.double() - expected).masked_fill(empty, 0.0).norm()
+        assert difference <= tolerance * expected.masked_fill(empty, 0.0).norm() + 1e-6, name
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_automatic_choice_takes_it() -> None:
+    q, k, v, _ = tensors()
+    assert flashdispatch.explain(q, k, v, causal=True).chosen == NAME
+
+
+def test_fully_masked_rows_give_zeros() -> None:
+    q, k, v, dout = tensors()
+    mask = torch.rand(2, 4, 130, 130, device="cuda") < 0.5
+    mask[:, :, ::3] = False
+    got = run(q, k, v, dout, attn_mask=mask)
+    assert not got["out"][:, ::3].any()
+    assert not got["dq"][:, ::3].any()
+    assert (got["lse"][:, :, ::3] == -math.inf).all()
+    assert_right(got, truth(q, k, v, dout, attn_mask=mask))
+
+
+def test_more_queries_than_keys_leave_the_first_causal_rows_empty() -> None:
+    q, k, v, dout = tensors(seqlen_q=200, seqlen_k=70)
+    got = run(q, k, v, dout, causal=True)
+    assert not got["out"][:, :130].any()
+    assert_right(got, truth(q, k, v, dout, causal=True))
+
+
+# pytorch/pytorch#196678
+@pytest.mark.parametrize("seqlen", [63, 64, 65, 192, 704])
+def test_logits_of_minus_120(seqlen: int) -> None:
+    q, k, v, dout = tensors(seqlen_q=seqlen, seqlen_k=seqlen, dtype=torch.float16)
+    with torch.no_grad():
+        q.mul_(0.05).add_(1.0)
+        k.mul_(0.5).sub_(15.0)
+    got = run(q, k, v, dout)
+    assert ((got["lse"] > -130) & (got["lse"] < -100)).all()
+    assert_right(got, truth(q, k, v, dout))
+
+
+def test_nan_beyond_the_lengths_is_never_read() -> None:
+    q, k, v, dout = tensors(seqlen_q=100, seqlen_k=150)
+    q_lens = torch.tensor([100, 37], dtype=torch.int32, device="cuda")
+    kv_lens = torch.tensor([91, 150], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        k[0, 91:], v[0, 91:], q[1, 37:], dout[1, 37:] = (math.nan,) * 4
+    got = run(q, k, v, dout, q_lens=q_lens, kv_lens=kv_lens, causal=True)
+    assert all(torch.isfinite(got[name]).all() for name in ("out", "dq", "dk", "dv"))
+    assert not got["out"][1, 37:].any()
+    assert not got["dk"][0, 91:].any()
+    assert_right(got, truth(q, k, v, dout, q_lens=q_lens, kv_lens=kv_lens, causal=True))
+
+
+HEAD_DIMS = [(8, 8), (33, 33), (40, 40), (80, 80), (96, 96), (96, 32), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+def test_any_head_dim(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    q, k, v, dout = tensors(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype)
+    tolerance = 1e-5 if dtype.itemsize == 4 else 0.02
+    assert_right(run(q, k, v, dout, causal=True), truth(q, k, v, dout, causal=True), tolerance)
+
+
+def test_an_expanded_dout() -> None:
+    q, k, v, _ = tensors()
+    one = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(2, 130, 4, 64)
+    assert_right(run(q, k, v, one, causal=True), truth(q, k, v, one, causal=True))
+    out = attention(q, k, v, causal=True, backend=NAME)
+    out.sum().backward()
+    assert torch.equal(q.grad, run(q, k, v, one, causal=True)["dq"])
+
+
+def test_a_second_shape_in_the_same_process() -> None:
+    for seqlen in (130, 64, 1, 257, 130):
+        q, k, v, dout = tensors(seqlen_q=seqlen, seqlen_k=seqlen + 3)
+        assert_right(run(q, k, v, dout, causal=True), truth(q, k, v, dout, causal=True))
+
+
+def test_unaligned_and_strided_views() -> None:
+    packed = torch.randn(2 * 130 * 12 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 130, 12, 64)
+    q, k, v = (part.detach().requires_grad_() for part in (packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]))
+    dout = torch.randn(2, 4, 130, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    assert q.data_ptr() % 16
+    assert_right(run(q, k, v, dout, window=(40, 3)), truth(q, k, v, dout, window=(40, 3)))
+
+
+def test_negative_and_zero_scale() -> None:
+    for scale in (-0.3, 0.0):
+        q, k, v, dout = tensors()
+        assert_right(run(q, k, v, dout, scale=scale, causal=True), truth(q, k, v, dout, scale=scale, causal=True))
+
+
+def test_rows_of_a_mask_near_the_most_negative_number_have_right_gradients() -> None:
+    """There a float32 LSE has no digits for log(l)."""
+    q, k, v, dout = tensors(dtype=torch.float16)
+    mask = torch.zeros(1, 1, 130, 130, device="cuda")
+    mask[:, :, ::2] = torch.finfo(torch.float32).min
+    mask.requires_grad_()
+    out = attention(q, k, v, attn_mask=mask, backend=NAME)
+    got = dict(zip(("dq", "dk", "dv", "dmask"), torch.autograd.grad(out, (q, k, v, mask), dout), strict=True))
+    # What is left of the scores there is rounded away, so every key weighs the same.
+    flat = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("bihd,bjhd->bhij", flat[0], flat[1].repeat_interleave(2, 2)) / 8
+    scores = scores * (torch.arange(130, device="cuda") % 2)[:, None]
+    bias = torch.zeros(1, 1, 130, 130, device="cuda", dtype=torch.float64, requires_grad=True)
+    weights = torch.softmax(scores + bias, -1)
+    right = torch.einsum("bhij,bjhd->bihd", weights, flat[2].repeat_interleave(2, 2))
+    _, _, dv, dbias = torch.autograd.grad(right, (*flat, bias), dout.double())
+    for one, other in ((out, right), (got["dv"], dv), (got["dmask"], dbias)):
+        assert (one.double() - other).norm() <= 0.01 * other.norm()
+
+
+def test_work_goes_to_the_current_stream_forward_and_backward() -> None:
+    q, k, v, dout = tensors(seqlen_q=512, seqlen_k=512)
+    wanted = run(q, k, v, dout)
+    late, side = torch.zeros_like(q), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q.detach())
+        leaves = (x.detach().requires_grad_() for x in (late, k, v))
+        got = run(*leaves, dout)
+    side.synchronize()
+    assert all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def test_nothing_synchronises() -> None:
+    q, k, v, dout = tensors()
+    lens = torch.tensor([130, 40], dtype=torch.int32, device="cuda")
+    run(q, k, v, dout, causal=True, q_lens=lens, kv_lens=lens)
+    with no_sync():
+        run(q, k, v, dout, causal=True, q_lens=lens, kv_lens=lens)
+
+
+def test_a_graph_replays_forward_and_backward_with_new_values() -> None:
+    q, k, v, dout = tensors()
+    flashdispatch.prepare(q, k, v, causal=True, return_lse=True, backend=NAME)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(q, k, v, dout, causal=True)
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+        dout.copy_(torch.randn_like(dout))
+    graph.replay()
+    want = run(q, k, v, dout, causal=True)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_cold_kernel_under_capture_raises_and_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashdispatch_backends.triton_fa2 import compile as compiling
+    from flashdispatch_backends.triton_fa2.launch import backend
+
+    monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(backend, "_bound", {})
+    q, k, v, _ = tensors(seqlen_q=77)
+    with (
+        pytest.raises(flashdispatch.FlashDispatchError, match=r"forward kernel of triton_fa2.*prepare"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        attention(q.detach(), k.detach(), v.detach(), softcap=7.0, backend=NAME)
+
+
+def test_gradients_are_bitwise_repeatable_under_load() -> None:
+    q, k, v, dout = tensors(seqlen_q=1024, seqlen_k=1024)
+    first = run(q, k, v, dout, causal=True)
+    side = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            busy = busy @ busy
+        again = run(q, k, v, dout, causal=True)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """One sequence whose rows lie 2**24 elements apart: the last one is past a 32-bit offset."""
+    rows, stride = 160, 2**24
+    memory = torch.empty(rows * stride, device="cuda", dtype=torch.float16)
+    q = memory.as_strided((1, rows, 1, 64), (rows * stride, stride, 64, 1))
+    q.normal_()
+    k, v = (torch.randn(1, 65, 1, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    got = attention(q, k, v, backend=NAME)
+    assert torch.equal(got, attention(q.contiguous(), k, v, backend=NAME))
+    swapped = attention(k, q, q, backend=NAME)
+    assert torch.equal(swapped, attention(k, q.contiguous(), q.contiguous(), backend=NAME))
+
+
+# Dao-AILab/flash-attention#1782
+def test_a_device_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    q, k, v, dout = tensors()
+    there = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
+    got, want = run(*there, dout.to("cuda:1"), causal=True), run(q, k, v, dout, causal=True)
+    assert all(torch.equal(got[name].cpu(), want[name].cpu()) for name in want)
+    assert torch.cuda.current_device() == 0
+
+
+def test_compiled_by_torch() -> None:
+    q, k, v, dout = tensors()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, backend=NAME), fullgraph=True)
+    out = compiled(q, k, v)
+    want = run(q, k, v, dout, causal=True)
+    assert torch.equal(out, want["out"])
+    assert torch.equal(torch.autograd.grad(out, q, dout)[0], want["dq"])

@@ -1,0 +1,149 @@
+"""triton_fa2 without a GPU: its kernels run by Triton's interpreter, in NumPy.
+
+The interpreter is chosen when kernels are imported, so everything here happens in processes of its own. The named cases
+of the conformance suite are shared out among as many as there are cores; each is a test that waits for its own result.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashdispatch_conformance import run_case
+from flashdispatch_conformance.cases import NAMED, Case
+from flashdispatch_registry.problem import DTYPE_NAMES
+
+DTYPES = (torch.float16, torch.float32)
+INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+BLOCKS = Path(__file__).with_name("triton_fa2_blocks.py")
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("FLASHDISPATCH_")}
+    return ours | INTERPRETED | more
+
+
+# The named cases
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, torch.dtype], Future[Any]]]:
+    """Of every case and dtype that was asked for, in the order of the tests."""
+    wanted = [
+        (item.callspec.params["case"], item.callspec.params["dtype"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and "results" in item.fixturenames
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ).difference(environment()):
+            patch.delenv(name)
+        for name, value in INTERPRETED.items():
+            patch.setenv(name, value)
+        # Not forked: a new process imports the kernels anew. All of them start with the first submissions.
+        pool = ProcessPoolExecutor(
+            os.cpu_count(), multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+        )
+        futures = {(case.id, dtype): pool.submit(run_case, case, "triton_fa2", dtype, "cpu") for case, dtype in wanted}
+    yield futures
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", NAMED, ids=[case.id for case in NAMED])
+@pytest.mark.parametrize("dtype", DTYPES, ids=[DTYPE_NAMES[dtype] for dtype in DTYPES])
+def test_case(case: Case, dtype: torch.dtype, results: dict[tuple[str, torch.dtype], Future[Any]]) -> None:
+    result = results[case.id, dtype].result()
+    assert result.outcome == "pass", result.report()
+
+
+# The choice
+
+CHOICE = """
+import json, os
+import torch
+import flashdispatch
+from flashdispatch_registry import Problem
+
+def asked(dtype, backend=None):
+    problem = Problem(
+        arch="cpu", dtype=dtype, batch=1, heads_q=2, heads_kv=2, seqlen_q=64, seqlen_k=64, head_dim=64, head_dim_v=64,
+        scale=0.125,
+    )
+    plan = flashdispatch.explain(problem, backend=backend)
+    reasons = {c.name: [[r.code, r.field, r.got, r.allowed] for r in c.reasons] for c in plan.candidates}
+    return {"chosen": plan.chosen, "reasons": reasons}
+
+print(json.dumps({
+    "float16": asked(torch.float16),
+    "named": asked(torch.float16, "triton_fa2"),
+    "bfloat16": asked(torch.bfloat16, "triton_fa2"),
+}))
+"""
+
+
+def choice(**more: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICE], capture_output=True, text=True, timeout=120, env=environment(**more)
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_interpreter_is_chosen_by_name_only() -> None:
+    beside = choice()
+    assert beside["float16"]["chosen"] == "torch_reference"
+    assert beside["named"]["chosen"] == "triton_fa2"
+    assert beside["named"]["reasons"]["triton_fa2"] == []
+    alone = choice(FLASHDISPATCH_DISABLE="torch_reference")
+    assert alone["float16"]["chosen"] is None
+    for plan in (beside["float16"], alone["float16"]):
+        assert [reason[:3] for reason in plan["reasons"]["triton_fa2"]] == [["NOT_AUTO", "backend", "auto"]]
+    assert alone["named"]["chosen"] == "triton_fa2"
+
+
+def test_the_interpreters_bfloat16_is_refused() -> None:
+    plan = choice()["bfloat16"]
+    assert plan["chosen"] is None
+    ((code, field, got, allowed),) = plan["reasons"]["triton_fa2"]
+    assert (code, field) == ("BACKEND_LIMIT", "dtype")
+    assert "bfloat16" in got
+    assert "multiplies bfloat16's raw bits" in allowed
+
+
+# Which blocks a kernel visits, and in which order
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Any:
+    done = subprocess.run([sys.executable, str(BLOCKS)], capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("band", ["full", "left", "right", "left and right"])
+@pytest.mark.parametrize("of", ["keys", "queries"])
+def test_the_blocks_are_those_that_a_brute_force_search_finds(of: str, band: str, blocks: Any) -> None:
+    found = blocks[of][band]
+    assert found["faults"] == []
+    # Else nothing is said about them.
+    assert found["with_whole_blocks"] >= 50
+    assert found["with_cut_blocks"] >= 50
+    assert band == "full" or found["with_none"] >= 3
+
+
+def test_heavy_blocks_come_first(blocks: Any) -> None:
+    assert blocks["first_program"] == {
+        "forward full": [0, 64],
+        "forward causal": [64, 128],  # the last queries see the most keys
+        "dkdv full": [0, 64],
+        "dkdv causal": [0, 64],  # the first keys are seen by the most queries
+    }

@@ -1,0 +1,156 @@
+"""Run by test_triton_fa2_interpreter under TRITON_INTERPRET=1: which blocks kernels visit, beside a brute-force search.
+
+Prints one JSON document. A program of `probe` works out the edges of one random problem, as a kernel would.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from flashdispatch_backends.triton_fa2.arguments import backward_launches, forward_launch, pointers_of
+from flashdispatch_backends.triton_fa2.compile import KERNELS
+from flashdispatch_backends.triton_fa2.scores import block_start, count_blocks, key_blocks, query_blocks
+from flashdispatch_backends.triton_fa2.tiles import Shape
+from flashdispatch_registry import Band, Extras, Needs, Problem
+
+MOST = 24
+"""More blocks than any sample has."""
+SAMPLES = 80
+"""Of each band and block size. A program costs the interpreter 10 ms."""
+
+
+@triton.jit
+def probe(
+    samples, answers, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """For sample pid: how many blocks are whole, where they start; how many are cut, where they start."""
+    at = samples + tl.program_id(0) * 7
+    first, last, shift = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    q_len, kv_len, left, right = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+    if KEYS:
+        edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK)
+    else:
+        edges = query_blocks(first, last, shift, q_len, kv_len, left, right, LEFT, RIGHT, BLOCK)
+    for cut in tl.static_range(2):
+        out = answers + (tl.program_id(0) * 2 + cut) * (MOST + 1)
+        count = count_blocks(edges, cut, BLOCK)
+        tl.store(out, count)
+        for index in tl.range(count):
+            tl.store(out + 1 + index, block_start(edges, index, cut, BLOCK))
+
+
+def drawn(keys: bool, rng: np.random.Generator, block: int) -> np.ndarray:
+    """Random (first, last, shift, q_len, kv_len, left, right) of a block of queries or keys, as the kernels form it."""
+    q_len, kv_len = rng.integers(1, 40, SAMPLES), rng.integers(0 if keys else 1, 40, SAMPLES)
+    shift = np.where(rng.random(SAMPLES) < 0.7, kv_len - q_len, 0)
+    other = rng.choice([4, 8, 16], SAMPLES)
+    along = q_len if keys else kv_len
+    first = (rng.random(SAMPLES) * along).astype(int) // other * other
+    last = np.minimum(first + other, q_len) - 1 if keys else first + other - 1
+    limits = [np.where(rng.random(SAMPLES) < 0.2, 0, rng.integers(0, 60, SAMPLES)) for _ in range(2)]
+    return np.stack([first, last, shift, q_len, kv_len, *limits], 1).astype(np.int32)
+
+
+def visible(sample: np.ndarray, left: bool, right: bool) -> np.ndarray:
+    """(q_len, kv_len): what the mask of position lets a query see, from the definition."""
+    _, _, shift, q_len, kv_len, most_left, most_right = (int(x) for x in sample)
+    p, j = np.arange(q_len)[:, None] + shift, np.arange(kv_len)[None, :]
+    seen = np.ones((q_len, kv_len), bool)
+    if left:
+        seen &= j >= p - most_left
+    if right:
+        seen &= j <= p + most_right
+    return seen
+
+
+def fault(keys: bool, sample: np.ndarray, seen: np.ndarray, whole: list[int], cut: list[int], block: int) -> str:
+    """What is wrong with the blocks of one sample; nothing if nothing is."""
+    first, last = int(sample[0]), int(sample[1])
+    # Entry [resident, streamed] of one block of queries (or keys) against all that it may visit.
+    tile = seen[first : last + 1] if keys else seen[:, first : last + 1].T
+    resident = last + 1 - first
+    visited = whole + cut
+    if len(set(visited)) != len(visited):
+        return "a block twice"
+    if any(start % block or start < 0 for start in visited):
+        return "a block that does not begin at a multiple of its size"
+    needed = sorted({int(at) // block * block for at in np.flatnonzero(tile.any(0))})
+    if sorted(visited) != needed and (needed or len(cut) > 1 or whole):  # one that shows that there is none is fine
+        return f"visits {sorted(visited)}, needs {needed}"
+    for start in whole:
+        part = tile[:, start : start + block]
+        if part.shape != (resident, block) or not part.all():
+            return f"block {start} is not whole"
+    return ""
+
+
+def compared(keys: bool, left: bool, right: bool) -> dict[str, Any]:
+    """The outcome for one kind of band."""
+    rng = np.random.default_rng(2 * left + right)
+    faults, whole_, cut_, none = [], 0, 0, 0
+    for block in (4, 16):
+        samples = drawn(keys, rng, block)
+        answers = torch.zeros((SAMPLES, 2, MOST + 1), dtype=torch.int32)
+        probe[(SAMPLES,)](torch.from_numpy(samples), answers, left, right, block, keys, MOST)
+        for sample, (whole, cut) in zip(samples, answers.tolist(), strict=True):
+            whole, cut = whole[1 : 1 + whole[0]], cut[1 : 1 + cut[0]]
+            what = fault(keys, sample, visible(sample, left, right), whole, cut, block)
+            if what:
+                names = "first, last, shift, q_len, kv_len, left, right"
+                faults.append(f"{what}: {names} = {sample.tolist()}, block {block}")
+            whole_, cut_, none = whole_ + bool(whole), cut_ + bool(cut), none + (not whole and not cut)
+    return {
+        "faults": faults[:5], "checked": 2 * SAMPLES, "with_whole_blocks": whole_, "with_cut_blocks": cut_,
+        "with_none": none,
+    }  # fmt: skip
+
+
+def rows_of_first_program(kernel: str, causal: bool) -> list[int]:
+    """The rows that program 0 of a problem with two blocks writes: [start, end)."""
+    problem = Problem(
+        arch="cpu", dtype=torch.float32, batch=1, heads_q=1, heads_kv=1, seqlen_q=128, seqlen_k=128, head_dim=16,
+        head_dim_v=16, scale=0.25, band=Band(right=0) if causal else Band(), needs_grad=("k", "v"),
+    )  # fmt: skip
+    q, k, v, dout = torch.randn(4, 1, 128, 1, 16).unbind(0)
+    extras = Extras()
+
+    def shape_of(problem: Problem, kernel: str) -> Shape:
+        return Shape(64, 64, 4, 1)
+
+    launch = forward_launch(problem, q, k, v, extras, shape_of)
+    if kernel != "forward":
+        needs = Needs(q=False, k=True, v=True, attn_mask=False, sinks=False)
+        launches = backward_launches(problem, q, k, v, dout, extras, False, needs, shape_of)
+        (launch,) = (x for x in launches if x.recipe.kernel == kernel)
+    written = torch.full_like(q, torch.nan)
+    row = torch.zeros(1, 1, 128)
+    tensors = {"q": q, "k": k, "v": v, "lse": row, "dout": dout, "delta": row} | pointers_of(extras)
+    tensors |= {"out": written, "dv": written, "dk": torch.empty_like(q)}
+    assert launch.grid == 2
+    KERNELS[kernel][(1,)](*(None if name is None else tensors[name] for name in launch.pointers), *launch.rest)
+    rows = written[0, :, 0, 0].isfinite().nonzero().flatten().tolist()
+    assert rows == list(range(rows[0], rows[-1] + 1))
+    return [rows[0], rows[-1] + 1]
+
+
+if __name__ == "__main__":
+    bands = {"full": (False, False), "left": (True, False), "right": (False, True), "left and right": (True, True)}
+    print(  # noqa: T201  this is what it is for
+        json.dumps(
+            {of: {name: compared(of == "keys", *band) for name, band in bands.items()} for of in ("keys", "queries")}
+            | {
+                "first_program": {
+                    f"{kernel} {'causal' if causal else 'full'}": rows_of_first_program(kernel, causal)
+                    for kernel, causal in product(("forward", "dkdv"), (False, True))
+                }
+            }
+        )
+    )
