@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from flashdispatch_backends.triton_fa2.launch import backend
 from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, family
@@ -38,15 +39,16 @@ def problem(arch: str, head_dim: int, dtype: torch.dtype = torch.float16, **chan
 
 
 PROBLEMS: dict[str, Problem] = {
+    # The slowest to compile come first.
+    "sm_90 d64 everything": problem("sm_90", 64, **EVERYTHING),
+    "sm_86 d256 float32": problem("sm_86", 256, torch.float32),
+    "sm_80 d64 float32": problem("sm_80", 64, torch.float32),
     **{
         f"{arch} d{d} causal": problem(arch, d, **CAUSAL)
-        for arch, d in product(("sm_80", "sm_90", "sm_100"), (64, 128, 256))
+        for arch, d in product(("sm_80", "sm_90", "sm_100"), (256, 128, 64))
     },
     "sm_90 d128 full": problem("sm_90", 128),
-    "sm_90 d96 dv32 bf16": problem("sm_90", 96, torch.bfloat16, head_dim_v=32),
-    "sm_90 d64 everything": problem("sm_90", 64, **EVERYTHING),
-    "sm_80 d64 float32": problem("sm_80", 64, torch.float32),
-    "sm_86 d256 float32": problem("sm_86", 256, torch.float32),
+    "sm_90 d96 dv32 bfloat16": problem("sm_90", 96, torch.bfloat16, head_dim_v=32),
     "sm_120 d128 causal": problem("sm_120", 128, **CAUSAL),
 }
 
@@ -83,6 +85,7 @@ def test_every_kernel_of_a_problem_fits_and_runs_on_tensor_cores(
         assert any(kernel.instructions[name] for name in ("mma.sync", "wgmma", "tcgen05")), said
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="how much spills was measured with Triton 3.7")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_registers_spill_no_more_than_is_known(name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]) -> None:
     most: dict[str, int] = {}

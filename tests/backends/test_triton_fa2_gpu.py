@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flashdispatch
 from flashdispatch import attention
+from flashdispatch_registry.errors import ColdKernelError
 
 pytestmark = pytest.mark.gpu
 
@@ -205,17 +206,18 @@ def test_nothing_synchronises() -> None:
 def test_a_graph_replays_forward_and_backward_with_new_values() -> None:
     q, k, v, dout = tensors()
     flashdispatch.prepare(q, k, v, causal=True, return_lse=True, backend=NAME)
+    values = [x.detach() for x in (q, k, v)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(q, k, v, dout, causal=True)
-    with torch.no_grad():
-        q.copy_(torch.randn_like(q))
-        dout.copy_(torch.randn_like(dout))
+        got = run(*(x.detach().requires_grad_() for x in values), dout, causal=True)
+    values[0].normal_()
+    dout.normal_()
     graph.replay()
-    want = run(q, k, v, dout, causal=True)
+    want = run(*(x.requires_grad_() for x in values), dout, causal=True)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_cold_kernel_under_capture_raises_and_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashdispatch_backends.triton_fa2 import compile as compiling
     from flashdispatch_backends.triton_fa2.launch import backend
@@ -224,10 +226,21 @@ def test_a_cold_kernel_under_capture_raises_and_names_itself(monkeypatch: pytest
     monkeypatch.setattr(backend, "_bound", {})
     q, k, v, _ = tensors(seqlen_q=77)
     with (
-        pytest.raises(flashdispatch.FlashDispatchError, match=r"forward kernel of triton_fa2.*prepare"),
+        pytest.raises(ColdKernelError, match=r"forward kernel of triton_fa2.*prepare"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         attention(q.detach(), k.detach(), v.detach(), softcap=7.0, backend=NAME)
+
+
+def test_prepare_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashdispatch_backends.triton_fa2 import compile as compiling
+
+    q, k, v, dout = tensors(head_dim=48)
+    flashdispatch.prepare(q, k, v, window=(9, 9), return_lse=True, backend=NAME)
+    monkeypatch.setattr(compiling, "build", lambda *_: pytest.fail("compiled after prepare()"))
+    run(q, k, v, dout, window=(9, 9))
+    odd = torch.randn(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape).requires_grad_()
+    run(odd, k, v, dout, window=(9, 9))
 
 
 def test_gradients_are_bitwise_repeatable_under_load() -> None:

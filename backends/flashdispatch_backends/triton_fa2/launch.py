@@ -33,6 +33,7 @@ from flashdispatch_backends.triton_fa2.compile import (
     compile_beside,
     compiled,
     facts,
+    starter,
 )
 from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
@@ -69,7 +70,7 @@ class TritonFA2:
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
     ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
         """What runs every forward whose tensors have the shapes, strides and dtypes of these."""
-        return BoundForward(problem, q, k, v, extras, self.shape)
+        return bound_forward(problem, q, k, v, extras, self.shape)
 
     def backward(
         self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
@@ -170,18 +171,19 @@ class BoundKernel:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.launch = launch
         self.index = device.index or 0
-        self._compiled: dict[bool, Any] = {}
+        self._starters: dict[bool, tuple[Callable[..., None], tuple[Any, ...]]] = {}
         """By whether the addresses are aligned; compiled or loaded on first use."""
 
-    def compiled(self, aligned: bool) -> Any:
-        """Triton's CompiledKernel, loaded.
+    def starter(self, aligned: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """See `compile.starter`.
 
-        Raises ColdKernelError when it is not there yet and a stream is capturing.
+        Raises ColdKernelError when the kernel is not there yet and a stream is capturing.
         """
-        kernel = self._compiled.get(aligned)
-        if kernel is None:
-            kernel = self._compiled[aligned] = compiled(self.launch.on(aligned).recipe, self.index)
-        return kernel
+        found = self._starters.get(aligned)
+        if found is None:
+            kernel = compiled(self.launch.on(aligned).recipe, self.index)
+            found = self._starters[aligned] = starter(kernel)
+        return found
 
     def __call__(self, aligned: bool, tensors: Tensors) -> None:
         """Launches on torch's current stream."""
@@ -193,55 +195,51 @@ class BoundKernel:
             arrays = [x.view(torch.uint8) if x is not None and x.dtype is torch.bool else x for x in given]
             KERNELS[launch.recipe.kernel][(launch.grid,)](*arrays, *launch.rest)
             return
-        kernel = self.compiled(aligned)
+        start, fixed = self.starter(aligned)
         addresses = [None if x is None else x.data_ptr() for x in given]
-        kernel.run(
-            launch.grid, 1, 1, _current_stream(self.index), kernel.function, kernel.packed_metadata, None, None, None,
-            *addresses, *launch.rest,
-        )  # fmt: skip
+        start(launch.grid, 1, 1, _current_stream(self.index), *fixed, *addresses, *launch.rest)
 
 
-class BoundForward:
-    """The forward of every call with one call's metadata."""
+def bound_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: Callable[[Problem, str], Shape]
+) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
+    """The forward of every call with this one's metadata: makes out and lse, and launches.
 
-    def __init__(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras,
-        shape_of: Callable[[Problem, str], Shape],
-    ) -> None:  # fmt: skip
-        self.kernel = BoundKernel(forward_launch(problem, q, k, v, extras, shape_of), q.device)
-        self.saves = problem.needs_backward
-        self.with_lse = problem.return_lse or self.saves
-        self.device, self.index, self.dtype = q.device, q.device.index or 0, q.dtype
-        self.out_shape = (*q.shape[:3], problem.head_dim_v)
-        self.out_strides = output_strides(self.out_shape, q.stride(), problem.layout)
-        self.lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-        self.lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
-        launch = self.kernel.launch
-        self.grid = launch.grid
-        self.tail = (*(None for _ in launch.pointers[5:]), *launch.rest)
-        """The arguments after q, k, v, out and lse, when these are all the tensors there are."""
-        self.alone = all(extra is None for extra in extras) and not INTERPRETED and self.grid > 0
+    A closure, and `BoundKernel.__call__` written out in it: it is on every call's way.
+    """
+    kernel = BoundKernel(forward_launch(problem, q, k, v, extras, shape_of), q.device)
+    starter_of, grid, index = kernel.starter, kernel.launch.grid, kernel.index
+    saves, with_lse = problem.needs_backward, problem.return_lse or problem.needs_backward
+    dtype, device, float32 = q.dtype, q.device, torch.float32
+    out_shape = (*q.shape[:3], problem.head_dim_v)
+    out_strides = output_strides(out_shape, q.stride(), problem.layout)
+    like_q = q.shape == out_shape and q.stride() == out_strides
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
+    alone = all(extra is None for extra in extras) and not INTERPRETED and grid > 0
+    # The arguments after q, k, v, out and lse, when these are all the tensors there are.
+    tail = (*(None for _ in kernel.launch.pointers[5:]), *kernel.launch.rest)
+    empty_strided, empty_like, stream = torch.empty_strided, torch.empty_like, _current_stream
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        """Makes out and lse, and launches."""
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.dtype, device=self.device)
+    def run(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        out = empty_like(q) if like_q else empty_strided(out_shape, out_strides, dtype=dtype, device=device)
         lse = None
-        if self.with_lse:  # torch.empty takes half as long again
-            lse = torch.empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32, device=self.device)
+        if with_lse:  # torch.empty takes half as long again
+            lse = empty_strided(lse_shape, lse_strides, dtype=float32, device=device)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         aligned = not (at_q | at_k | at_v) % ALIGNMENT
-        if self.alone:  # `BoundKernel.__call__` written out: this is on every call's way
-            kernel = self.kernel.compiled(aligned)
-            kernel.run(
-                self.grid, 1, 1, _current_stream(self.index), kernel.function, kernel.packed_metadata, None, None, None,
-                at_q, at_k, at_v, out.data_ptr(), None if lse is None else lse.data_ptr(), *self.tail,
-            )  # fmt: skip
-        else:
-            aligned = aligned and (extras.attn_mask is None or not extras.attn_mask.data_ptr() % ALIGNMENT)
-            self.kernel(aligned, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
-        if not self.saves or lse is None:
+        if alone:
+            start, fixed = starter_of(aligned)
+            at_lse = None if lse is None else lse.data_ptr()
+            start(grid, 1, 1, stream(index), *fixed, at_q, at_k, at_v, out.data_ptr(), at_lse, *tail)
+            return Forward(out, lse, (q, k, v, out, lse) if saves and lse is not None else ())
+        aligned = aligned and (extras.attn_mask is None or not extras.attn_mask.data_ptr() % ALIGNMENT)
+        kernel(aligned, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
+        if not saves or lse is None:
             return Forward(out, lse, ())
-        return Forward(out, lse, (q, k, v, out, lse, *[extra for extra in extras if extra is not None]))
+        return Forward(out, lse, (q, k, v, out, lse, *(extra for extra in extras if extra is not None)))
+
+    return run
 
 
 class BoundBackward:
