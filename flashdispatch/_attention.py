@@ -147,7 +147,7 @@ def attention(
         FallbackError: (RuntimeError) only a slow path is left on a GPU and FLASHDISPATCH_FALLBACK=error.
         ForwardModeError: (NotImplementedError) an input carries a forward-mode tangent.
         SettingsError: (ValueError) an environment variable whose value means nothing.
-        ColdKernelError: (RuntimeError) a kernel would have to be compiled while a CUDA graph is captured; see `prepare`.
+        ColdKernelError: (RuntimeError) a kernel would have to be compiled during CUDA graph capture; see `prepare`.
         BackendContractError: (RuntimeError) the backend returned what the contract does not allow.
         SecondDerivativeError, RecomputeError: (RuntimeError) from the backward; see docs/contract.md.
 
