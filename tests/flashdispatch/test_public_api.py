@@ -12,7 +12,8 @@ def test_the_public_names_are_pinned() -> None:
     assert sorted(flashdispatch.__all__) == flashdispatch.__all__
     assert set(flashdispatch.__all__) == {
         "BackendContractError", "BackendLoadError", "BackendStatus", "BackendUnsupportedError",
-        "ColdKernelError", "DisabledBackendError", "FallbackError", "FallbackWarning", "FlashDispatchError", "FlashDispatchWarning",
+        "ColdKernelError", "DisabledBackendError", "FallbackError", "FallbackWarning", "FlashDispatchError",
+        "FlashDispatchWarning",
         "ForwardModeError", "InvalidRequestError", "InvalidTypeError", "NoBackendError", "Plan", "PluginError",
         "Problem", "RecomputeError", "SecondDerivativeError", "SettingsError", "SettingsWarning",
         "UnknownBackendError", "__version__", "attention", "backends", "explain", "merge_attention", "prepare",
