@@ -52,9 +52,18 @@ PROBLEMS: dict[str, Problem] = {
     "sm_120 d128 causal": problem("sm_120", 128, **CAUSAL),
 }
 
-SPILLED: Mapping[tuple[str, str], int] = {}
-"""Bytes a thread may keep in local memory, by problem and kernel, where not 0: what was measured with triton 3.7.1, in
-steps of 64. A larger number is a loss of speed that nobody has looked at."""
+SPILLED: Mapping[str, Mapping[str, int]] = {
+    "sm_90 d64 everything": {"forward": 64, "dq": 128, "dkdv": 640},
+    "sm_80 d64 float32": {"dq": 384, "dkdv": 640},
+    "sm_80 d256 causal": {"forward": 320},
+    "sm_90 d256 causal": {"forward": 64, "dk": 64, "dv": 192},
+    "sm_90 d128 causal": {"dkdv": 256},
+    "sm_90 d64 causal": {"dkdv": 128},
+    "sm_90 d128 full": {"dkdv": 256},
+    "sm_90 d96 dv32 bfloat16": {"dkdv": 64},
+}
+"""Bytes that a thread keeps in local memory, by problem and kernel, where not 0: measured with Triton 3.7.1, rounded up
+to 64. More is a loss of speed that nobody has looked at; a smaller number belongs here."""
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +88,23 @@ def test_every_kernel_of_a_problem_fits_and_runs_on_tensor_cores(
     assert {kernel.kernel for kernel in facts} == set(backend.kernels(PROBLEMS[name]))
     for kernel in facts:
         said = f"{kernel.kernel} {dict(kernel.tile)} {dict(kernel.instructions)}"
-        assert kernel.shared_bytes <= SHARED_BYTES[family(arch)], said
-        assert kernel.registers <= 255, said
-        assert kernel.registers * kernel.threads <= 65536, said
+        shared, registers, threads = kernel.shared_bytes, kernel.registers, kernel.threads
+        assert shared <= SHARED_BYTES[family(arch)], said
+        assert registers <= 255, said
+        assert registers * threads <= 65536, said
         assert any(kernel.instructions[name] for name in ("mma.sync", "wgmma", "tcgen05")), said
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="how much spills was measured with Triton 3.7")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_registers_spill_no_more_than_is_known(name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]) -> None:
-    most: dict[str, int] = {}
-    for kernel in compiled[name].result():
-        most[kernel.kernel] = max(kernel.spill_bytes, most.get(kernel.kernel, 0))
-    steps = {kernel: -(-spilled // 64) * 64 for kernel, spilled in most.items()}
-    assert {kernel: steps[kernel] for kernel in steps if steps[kernel] > SPILLED.get((name, kernel), 0)} == {}
+    known = SPILLED.get(name, {})
+    beyond = {
+        kernel.kernel: f"{kernel.spill_bytes} bytes with {dict(kernel.tile)}"
+        for kernel in compiled[name].result()
+        if kernel.spill_bytes > known.get(kernel.kernel, 0)
+    }
+    assert beyond == {}
 
 
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if "float32" not in name])

@@ -137,7 +137,7 @@ def test_the_blocks_are_those_that_a_brute_force_search_finds(of: str, band: str
     # Else nothing is said about them.
     assert found["with_whole_blocks"] >= 50
     assert found["with_cut_blocks"] >= 50
-    assert band == "full" or found["with_none"] >= 3
+    assert band == "full" or found["with_none"] >= 1
 
 
 def test_heavy_blocks_come_first(blocks: Any) -> None:

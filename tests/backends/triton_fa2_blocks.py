@@ -34,11 +34,13 @@ def probe(
     """For sample pid: how many blocks are whole, where they start; how many are cut, where they start."""
     at = samples + tl.program_id(0) * 7
     first, last, shift = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    q_len, kv_len, left, right = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+    q_len, kv_len = tl.load(at + 3), tl.load(at + 4)
+    left = tl.load(at + 5) if LEFT else None
+    right = tl.load(at + 6) if RIGHT else None
     if KEYS:
-        edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK)
+        edges = key_blocks(first, last, shift, kv_len, left, right, BLOCK)
     else:
-        edges = query_blocks(first, last, shift, q_len, kv_len, left, right, LEFT, RIGHT, BLOCK)
+        edges = query_blocks(first, last, shift, q_len, kv_len, left, right, BLOCK)
     for cut in tl.static_range(2):
         out = answers + (tl.program_id(0) * 2 + cut) * (MOST + 1)
         count = count_blocks(edges, cut, BLOCK)

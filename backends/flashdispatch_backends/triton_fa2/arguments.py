@@ -23,6 +23,8 @@ from flashdispatch_registry.layout import dense_strides, output_strides
 LOG2E = math.log2(math.e)
 MASK_PARTS = 64
 """Most pieces in which the gradient of a mask without rows is summed: enough programs, little memory."""
+KNOWN_STRIDES = frozenset({"stride_mm", "stride_mn"})
+"""Strides of a mask that are compiled in where they are 0 or 1."""
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u8", torch.int32: "*i32",
     torch.int64: "*i64",
@@ -179,27 +181,27 @@ def precision(problem: Problem) -> str:
 def _values(
     problem: Problem, q: Tensor, k: Tensor, extras: Extras, strided: Mapping[str, Tensor | None]
 ) -> dict[str, Any]:
-    """Numbers and constants under the kernels' names; those of one kernel among them."""
+    """Numbers and constants under the kernels' names, for all kernels; None is what a call does not have."""
     band, mask, slopes, p = problem.band, extras.attn_mask, extras.alibi_slopes, problem.dropout_p
     natural = problem.attn_mask == "float"
     unit = 1.0 if natural else LOG2E  # see scores.py
-    scale, softcap = problem.scale * unit, 0.0
+    scale, softcap = problem.scale * unit, None
     if problem.softcap is not None:
-        scale, softcap = problem.scale / problem.softcap, problem.softcap * unit
+        scale, softcap = problem.scale / problem.softcap, float(problem.softcap * unit)
     block_d, block_dv = tiles.padded_dims(problem)
     beyond = q.shape[1] + k.shape[1]  # no distance is larger, and nothing overflows 32 bits
     values: dict[str, Any] = {
-        "stride_slopes": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "stride_slopes": None if slopes is None else slopes.stride(0) if slopes.dim() == 2 else 0,
         "batch": q.shape[0], "heads": q.shape[2], "group": problem.group, "GROUP": problem.group,
         "seqlen_q": q.shape[1], "seqlen_k": k.shape[1],
-        "left": beyond if band.left is None else min(band.left, beyond),
-        "right": beyond if band.right is None else min(band.right, beyond),
-        "scale": float(scale), "softcap": float(softcap), "gradient_scale": float(problem.scale),
-        "threshold": min(round(p * 2**32), 2**32 - 1), "kept": 1.0 / (1.0 - p) if p < 1.0 else 0.0,
+        "left": None if band.left is None else min(band.left, beyond),
+        "right": None if band.right is None else min(band.right, beyond),
+        "scale": float(scale), "softcap": softcap, "gradient_scale": float(problem.scale),
+        "threshold": min(round(p * 2**32), 2**32 - 1) if p else None,
+        "kept": None if not p else 1.0 / (1.0 - p) if p < 1.0 else 0.0,
         "D": problem.head_dim, "DV": problem.head_dim_v,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-        "LEFT": band.left is not None, "RIGHT": band.right is not None, "TOP_LEFT": band.align == "top_left",
-        "MASK": problem.attn_mask, "SOFTCAP": problem.softcap is not None, "NATURAL": natural,
+        "TOP_LEFT": band.align == "top_left", "MASK": problem.attn_mask, "NATURAL": natural,
         "PLAIN": problem.softcap is None and mask is None and slopes is None and problem.scale >= 0,
         "PRECISION": precision(problem),
     }  # fmt: skip
@@ -207,7 +209,7 @@ def _values(
         for dim, stride in zip("bsh", (0, 0, 0) if tensor is None else tensor.stride(), strict=False):
             values[f"stride_{letter}{dim}"] = stride
     for index, dim in enumerate("bhmn"):  # a dim of size 1 is broadcast
-        values[f"stride_m{dim}"] = 0 if mask is None or mask.shape[index] == 1 else mask.stride(index)
+        values[f"stride_m{dim}"] = None if mask is None else 0 if mask.shape[index] == 1 else mask.stride(index)
     return values
 
 
@@ -232,16 +234,16 @@ def _launch(kernel: str, grid: int, shape: Shape, tensors: Tensors, values: Mapp
         if types[-1] == "constexpr":
             constants.append((name, value))
     aligned_mask = tensors["mask"] is not None and all(
-        values[name] % ALIGNMENT == 0 or values[name] == 1 for name in MASK_STRIDES
+        values[name] % ALIGNMENT == 0 or (values[name] == 1 and name in KNOWN_STRIDES) for name in MASK_STRIDES
     )
     recipe = Recipe(kernel, tuple(types), tuple(constants), shape, _aligned(tensors), aligned_mask)
     return Launch(recipe, grid, tuple(pointers), tuple(rest))
 
 
 def _type(name: str, value: Any) -> str:
-    if name.isupper():
+    if name.isupper() or value is None:
         return "constexpr"
-    if name in ("stride_mm", "stride_mn") and value in (0, 1):
+    if name in KNOWN_STRIDES and value in (0, 1):
         return "constexpr"  # a row of a mask that is one number, or wide loads of one that is contiguous
     if name.startswith("stride_"):
         return "i64"

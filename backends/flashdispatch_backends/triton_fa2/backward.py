@@ -82,14 +82,14 @@ def dq_kernel(
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), to be summed."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block = pid % blocks
-    if RIGHT:
+    if right is not None:
         block = blocks - 1 - block
     bh = pid // blocks
     b, h = bh // heads, bh % heads
@@ -125,7 +125,8 @@ def dq_kernel(
         mask += b64 * stride_mb + h64 * stride_mh
     shift = diagonal(q_len, kv_len, TOP_LEFT)
     last = tl.minimum(first + BLOCK_M, q_len) - 1
-    edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+    keys_seen = tl.where(first < q_len, kv_len, 0)  # a block of padding has no keys to visit
+    edges = key_blocks(first, last, shift, keys_seen, left, right, BLOCK_N)
     Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
 
     share = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -138,7 +139,7 @@ def dq_kernel(
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, _ = scores(
                     qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
-                    stride_mn, True, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    stride_mn, True, slopes is not None, MASK,
                 )  # fmt: skip
                 sums += tl.sum(exponential(S - LSE[:, None], NATURAL), 1)
             if sinks is not None:
@@ -164,7 +165,7 @@ def dq_kernel(
                 j = (key + tl.arange(0, BLOCK_N))[None, :]
                 S, tanh = scores(
                     qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
-                    stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                    stride_mn, cut, slopes is not None, MASK,
                 )  # fmt: skip
                 P = exponential(S - LSE[:, None], NATURAL)
                 if total is not None:
@@ -173,7 +174,7 @@ def dq_kernel(
                     keep = dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N)
                     dP = tl.where(keep, dP * kept, 0.0)
                 dS = P * (dP - Delta[:, None])
-                if SOFTCAP:
+                if softcap is not None:
                     dS *= 1.0 - tanh * tanh
                 acc = tl.dot(dS.to(K.dtype), K, acc, input_precision=PRECISION)
         dq += b64 * stride_dqb + h64 * stride_dqh + q_start * stride_dqs
@@ -189,8 +190,8 @@ def dkdv_kernel(
     heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
     blocks = tl.cdiv(seqlen_k, BLOCK_N)
@@ -212,7 +213,7 @@ def dkdv_kernel(
     acc_v = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     if first < kv_len:
         shift = diagonal(q_len, kv_len, TOP_LEFT)
-        edges = query_blocks(first, first + BLOCK_N - 1, shift, q_len, kv_len, left, right, LEFT, RIGHT, BLOCK_M)
+        edges = query_blocks(first, first + BLOCK_N - 1, shift, q_len, kv_len, left, right, BLOCK_M)
         K = load_tile(k, first, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, True)
         V = load_tile(v, first, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, True)
         for member in tl.range(GROUP):
@@ -240,7 +241,7 @@ def dkdv_kernel(
                     i = (row + tl.arange(0, BLOCK_M))[None, :]
                     ST, tanhT = scores(
                         qkT, i, j, row, first, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h,
-                        stride_mm, stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        stride_mm, stride_mn, cut, slopes is not None, MASK,
                     )  # fmt: skip
                     PT = exponential(ST - LSE[None, :], NATURAL)
                     if total is not None:
@@ -257,7 +258,7 @@ def dkdv_kernel(
                         if seed is not None:
                             dPT = tl.where(keepT, dPT * kept, 0.0)
                         dST = PT * (dPT - Delta[None, :])
-                        if SOFTCAP:
+                        if softcap is not None:
                             dST *= 1.0 - tanhT * tanhT
                         acc_k = tl.dot(dST.to(Q.dtype), Q, acc_k, input_precision=PRECISION)
     if dk is not None:

@@ -54,14 +54,14 @@ def forward_kernel(
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    MASK: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block = pid % blocks
-    if RIGHT:
+    if right is not None:
         block = blocks - 1 - block
     bh = pid // blocks
     b, h = bh // heads, bh % heads
@@ -99,7 +99,7 @@ def forward_kernel(
             mask += b64 * stride_mb + h64 * stride_mh
         shift = diagonal(q_len, kv_len, TOP_LEFT)
         last = tl.minimum(first + BLOCK_M, q_len) - 1
-        edges = key_blocks(first, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+        edges = key_blocks(first, last, shift, kv_len, left, right, BLOCK_N)
         Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
         for cut in tl.static_range(2):
             for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
@@ -115,7 +115,7 @@ def forward_kernel(
                     j = (key + tl.arange(0, BLOCK_N))[None, :]
                     S, _ = scores(
                         qk, i, j, first, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm,
-                        stride_mn, cut, LEFT, RIGHT, SOFTCAP, slopes is not None, MASK,
+                        stride_mn, cut, slopes is not None, MASK,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(S, 1))
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - 0, not -inf - -inf

@@ -41,7 +41,7 @@ def dmask_kernel(
     batch, heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, parts,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
     PER_SEQUENCE: tl.constexpr, PER_HEAD: tl.constexpr, PER_ROW: tl.constexpr, PER_KEY: tl.constexpr,
 ):  # fmt: skip
     """dmask, contiguous float32: (B | 1, Hq | 1, Sq | parts, Sk | key blocks), to be summed where PER_ is false."""
@@ -90,7 +90,7 @@ def dmask_kernel(
                 row = block * BLOCK_M
                 i = (row + tl.arange(0, BLOCK_M))[:, None]
                 last = tl.minimum(row + BLOCK_M, q_len) - 1
-                edges = key_blocks(row, last, shift, kv_len, left, right, LEFT, RIGHT, BLOCK_N)
+                edges = key_blocks(row, last, shift, kv_len, left, right, BLOCK_N)
                 if (row < q_len) & (key >= edges[0]) & (key < edges[3]):
                     Q = load_tile(q_h, row, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
                     dO = load_tile(dout_h, row, stride_dos, q_len, BLOCK_M, BLOCK_DV, DV, True)
@@ -98,7 +98,7 @@ def dmask_kernel(
                     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
                     S, _ = scores(
                         qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask_h, stride_mm,
-                        stride_mn, True, LEFT, RIGHT, SOFTCAP, slopes is not None, "float",
+                        stride_mn, True, slopes is not None, "float",
                     )  # fmt: skip
                     P = exponential(S - load_lse(lse + row_base, row, q_len, True, BLOCK_M)[:, None], True)
                     P *= load_rows(total + row_base, row, q_len, BLOCK_M)[:, None]

@@ -44,7 +44,7 @@ def diagonal(q_len, kv_len, TOP_LEFT: tl.constexpr):
 
 
 @triton.jit
-def key_blocks(first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_blocks(first, last, shift, kv_len, left, right, BLOCK_N: tl.constexpr):
     """Key blocks that the queries first..last (inclusive) see: (start, whole_start, whole_end, end).
 
     Blocks in [whole_start, whole_end) need no mask of position. Those in [start, whole_start) and [whole_end, end) hold
@@ -54,19 +54,17 @@ def key_blocks(first, last, shift, kv_len, left, right, LEFT: tl.constexpr, RIGH
     end = kv_len
     whole_start = 0
     whole_end = kv_len // BLOCK_N * BLOCK_N
-    if LEFT:  # j >= p - left; Triton's // truncates, so its left side must not be negative
+    if left is not None:  # j >= p - left; Triton's // truncates, so its left side must not be negative
         start = tl.maximum(first + shift - left, 0) // BLOCK_N * BLOCK_N
         whole_start = tl.cdiv(tl.maximum(last + shift - left, 0), BLOCK_N) * BLOCK_N
-    if RIGHT:  # j <= p + right
+    if right is not None:  # j <= p + right
         end = tl.minimum(end, last + shift + right + 1)
         whole_end = tl.minimum(whole_end, tl.maximum(first + shift + right + 1, 0) // BLOCK_N * BLOCK_N)
     return _in_order(start, whole_start, whole_end, end, BLOCK_N)
 
 
 @triton.jit
-def query_blocks(
-    first, last, shift, q_len, kv_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def query_blocks(first, last, shift, q_len, kv_len, left, right, BLOCK_M: tl.constexpr):
     """Query blocks that see a key of first..last (inclusive): (start, whole_start, whole_end, end), as in `key_blocks`.
 
     Of a key block that the end of the keys cuts, no query block is whole.
@@ -75,10 +73,10 @@ def query_blocks(
     end = q_len
     whole_start = 0
     whole_end = q_len // BLOCK_M * BLOCK_M
-    if RIGHT:  # p >= j - right
+    if right is not None:  # p >= j - right
         start = tl.maximum(first - right - shift, 0) // BLOCK_M * BLOCK_M
         whole_start = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK_M) * BLOCK_M
-    if LEFT:  # p <= j + left
+    if left is not None:  # p <= j + left
         end = tl.minimum(end, tl.minimum(last, kv_len - 1) + left - shift + 1)
         whole_end = tl.minimum(whole_end, tl.maximum(first + left - shift + 1, 0) // BLOCK_M * BLOCK_M)
     if last >= kv_len:
@@ -163,7 +161,7 @@ def exponential(x, NATURAL: tl.constexpr):
 @triton.jit
 def scores(
     qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
-    CUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    CUT: tl.constexpr, ALIBI: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """S and tanh from q.k, in the contract's order: scale, softcap, float mask and ALiBi, then what hides a key (-inf).
@@ -173,7 +171,7 @@ def scores(
     """
     S = qk * scale
     tanh = S
-    if SOFTCAP:
+    if softcap is not None:
         tanh = 1.0 - 2.0 / (tl.exp2(S * (2.0 * LOG2E)) + 1.0)
         S = tanh * softcap
     if MASK is not None:
@@ -190,9 +188,9 @@ def scores(
         S = tl.where(tl.load(at, mask=within, other=0) != 0, S, float("-inf"))
     if CUT:
         visible = j < kv_len
-        if LEFT:
+        if left is not None:
             visible = visible & (j >= i + shift - left)
-        if RIGHT:
+        if right is not None:
             visible = visible & (j <= i + shift + right)
         S = tl.where(visible, S, float("-inf"))
     return S, tanh

@@ -107,7 +107,7 @@ def _careful(problem: Problem, kernel: str, wide: int) -> Shape:
     row_bytes = wide * problem.dtype.itemsize
     resident, streamed = (64, 64) if row_bytes <= 128 else (64, 32) if row_bytes <= 256 else (32, 32)
     if row_bytes > 512:
-        resident, streamed = 32, 16
+        resident, streamed = 16, 16
     return Shape(streamed, resident, 4, 1) if kernel in _KEY_KERNELS else Shape(resident, streamed, 4, 1)
 
 
@@ -115,12 +115,14 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
     """Tiles worth measuring: those that leave room for what stays and for the blocks copied ahead."""
     d = sum(padded_dims(problem))
     limit = SHARED_BYTES[family(problem.arch)]
-    for resident in (64, 128):
+    for resident in (16, 32, 64, 128):
         for streamed in (16, 32, 64, 128):
             for num_warps in (4, 8):
                 for num_stages in (1, 2, 3, 4):
-                    if num_warps == 8 and resident == 64:
+                    if num_warps == 8 and resident < 128:
                         continue  # half of the warps would have no rows of their own
+                    if resident < 64 and sum(padded_dims(problem)) * problem.dtype.itemsize <= 1024:
+                        continue  # only very wide rows want so few of them
                     if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
                         block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
                         yield Shape(block_m, block_n, num_warps, num_stages)
