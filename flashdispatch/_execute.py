@@ -58,6 +58,10 @@ class Bound:
     such hooks, it recomputes the forward, and what one backend saved means nothing to another."""
     run: Run | None
     """The backend's forward for these tensors' metadata; None until a first call binds it."""
+    binds: bool = False
+    """`run` is the backend's own for this metadata (`Binds`)."""
+    settled: bool = False
+    """It binds, and its first result was right: those after it have the same metadata."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         """Runs the backend's forward and records nothing.
@@ -91,8 +95,10 @@ class Bound:
         finally:
             if autocast is not None:
                 torch.set_autocast_enabled(autocast, True)
+        if self.settled:
+            return result  # type: ignore[no-any-return]  # its type was checked in the first call
         try:
-            # The contract, held in every call: what is right goes on as it is.
+            # The contract: what is right goes on as it is.
             out, lse, saved = result
             if (
                 type(result) is Forward
@@ -111,6 +117,7 @@ class Bound:
                     )
                 )
             ):
+                self.settled = self.binds
                 return result
         except (AttributeError, TypeError, ValueError):
             pass  # no three values, or not tensors
@@ -119,7 +126,7 @@ class Bound:
     def _bind(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Run:
         backend = self.backend
         if isinstance(backend, Binds):
-            self.run = backend.bind(self.problem, q, k, v, extras)
+            self.run, self.binds = backend.bind(self.problem, q, k, v, extras), True
         else:
             self.run = partial(backend.forward, self.problem)
         return self.run

@@ -119,7 +119,8 @@ class Binds(Protocol):
 
         But for strides that mean nothing: of dims of size 1, of empty tensors. Values and addresses differ from call to
         call, so none of these tensors is kept. Called with the first such call, in the surroundings of
-        `Backend.forward`; the result is called in them too, from any thread.
+        `Backend.forward`; the result is called in them too, from any thread. What it returns has the same metadata in
+        every call: the core holds the first to the contract.
         """
         ...
 

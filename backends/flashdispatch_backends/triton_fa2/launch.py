@@ -171,7 +171,7 @@ class BoundKernel:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self.launch = launch
         self.index = device.index or 0
-        self._starters: dict[bool, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.starters: dict[bool, tuple[Callable[..., None], tuple[Any, ...]]] = {}
         """By whether the addresses are aligned; compiled or loaded on first use."""
 
     def starter(self, aligned: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -179,10 +179,10 @@ class BoundKernel:
 
         Raises ColdKernelError when the kernel is not there yet and a stream is capturing.
         """
-        found = self._starters.get(aligned)
+        found = self.starters.get(aligned)
         if found is None:
             kernel = compiled(self.launch.on(aligned).recipe, self.index)
-            found = self._starters[aligned] = starter(kernel)
+            found = self.starters[aligned] = starter(kernel)
         return found
 
     def __call__(self, aligned: bool, tensors: Tensors) -> None:
@@ -208,12 +208,12 @@ def bound_forward(
     A closure, and `BoundKernel.__call__` written out in it: it is on every call's way.
     """
     kernel = BoundKernel(forward_launch(problem, q, k, v, extras, shape_of), q.device)
-    starter_of, grid, index = kernel.starter, kernel.launch.grid, kernel.index
+    starters, grid, index = kernel.starters, kernel.launch.grid, kernel.index
     saves, with_lse = problem.needs_backward, problem.return_lse or problem.needs_backward
     dtype, device, float32 = q.dtype, q.device, torch.float32
     out_shape = (*q.shape[:3], problem.head_dim_v)
     out_strides = output_strides(out_shape, q.stride(), problem.layout)
-    like_q = q.shape == out_shape and q.stride() == out_strides
+    like_q = q.shape == out_shape
     lse_shape = (q.shape[0], q.shape[2], q.shape[1])
     lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
     alone = all(extra is None for extra in extras) and not INTERPRETED and grid > 0
@@ -222,14 +222,17 @@ def bound_forward(
     empty_strided, empty_like, stream = torch.empty_strided, torch.empty_like, _current_stream
 
     def run(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        out = empty_like(q) if like_q else empty_strided(out_shape, out_strides, dtype=dtype, device=device)
+        if like_q and q.stride() == out_strides:  # not decided once: strides of dims of size 1 change from call to call
+            out = empty_like(q)
+        else:
+            out = empty_strided(out_shape, out_strides, dtype=dtype, device=device)
         lse = None
         if with_lse:  # torch.empty takes half as long again
             lse = empty_strided(lse_shape, lse_strides, dtype=float32, device=device)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         aligned = not (at_q | at_k | at_v) % ALIGNMENT
         if alone:
-            start, fixed = starter_of(aligned)
+            start, fixed = starters.get(aligned) or kernel.starter(aligned)
             at_lse = None if lse is None else lse.data_ptr()
             start(grid, 1, 1, stream(index), *fixed, at_q, at_k, at_v, out.data_ptr(), at_lse, *tail)
             return Forward(out, lse, (q, k, v, out, lse) if saves and lse is not None else ())
