@@ -163,25 +163,34 @@ class Bound:
 
         Raises BackendContractError for gradients that break the contract.
         """
-        with self._around():
-            if dout is None:
-                dout = torch.zeros(self.out_shape, dtype=self.dtype, device=self.device)
-            elif dout.stride(-1) != 1:
-                # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
-                dout = dout.contiguous()
-            if dlse is not None:
-                dlse = dlse.contiguous()
-            try:
-                gradients = self.backend.backward(self.problem, saved, dout, dlse, needs)
-            except Exception as error:
-                error.add_note(self._note("backward"))
-                raise
+        kind = self.device.type
+        if torch.is_grad_enabled() or self.guard or (has_autocast(kind) and torch.is_autocast_enabled(kind)):
+            with self._around():
+                gradients = self._gradients(saved, dout, dlse, needs)
+        else:  # the usual case: autograd has turned grad mode off, and nothing else is to be turned off
+            gradients = self._gradients(saved, dout, dlse, needs)
         if not isinstance(gradients, tuple) or len(gradients) != len(Needs._fields):
             raise self._broken(f"returned {_kind(gradients)} from backward; the contract wants Gradients")
         for name, needed, gradient, given in zip(Needs._fields, needs, gradients, inputs, strict=True):
             if needed and given is not None:
                 self._check(f"d{name}", gradient, given.shape, given.dtype)
         return gradients
+
+    def _gradients(
+        self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        if dout is None:
+            dout = torch.zeros(self.out_shape, dtype=self.dtype, device=self.device)
+        elif dout.stride(-1) != 1:
+            # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
+            dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        try:
+            return self.backend.backward(self.problem, saved, dout, dlse, needs)
+        except Exception as error:
+            error.add_note(self._note("backward"))
+            raise
 
     @contextmanager
     def _around(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def backward_launches(
 ) -> list[Launch]:  # fmt: skip
     """The backward's launches, in their order: dq first, which leaves Delta to the others."""
     out = _meta(dout.shape, q.dtype, output_strides(dout.shape, q.stride(), problem.layout))
-    gradients = gradients_like(q, k, v, needs, device="meta")
+    gradients = gradients_like(q, k, v, needs)
     strided = {
         "q": q, "k": k, "v": v, "o": out, "do": dout, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v,
     }  # fmt: skip
@@ -132,12 +132,10 @@ def described(problem: Problem, mask_dtype: torch.dtype, shape_of: ShapeOf) -> l
     return launches
 
 
-def gradients_like(q: Tensor, k: Tensor, v: Tensor, needs: Needs, device: torch.device | str) -> Gradients:
-    """Uninitialised dq, dk and dv as far as needed: dense, in the stride order of q, k and v."""
+def gradients_like(q: Tensor, k: Tensor, v: Tensor, needs: Needs) -> Gradients:
+    """Meta tensors for dq, dk and dv as far as needed: dense, in the stride order of q, k and v."""
     made = (
-        torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=x.dtype, device=device)
-        if needed
-        else None
+        _meta(tuple(x.shape), x.dtype, dense_strides(x.shape, x.stride())) if needed else None
         for x, needed in zip((q, k, v), needs[:3], strict=True)
     )
     return Gradients(*made)

@@ -40,6 +40,7 @@ from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, t
 from flashdispatch_registry.kernels import KernelFacts, Tile
 from flashdispatch_registry.layout import output_strides
 
+NO_EXTRAS = Extras()
 BOUND_LIMIT = 1024
 """Kinds of call that are remembered here; beyond it all are forgotten."""
 
@@ -59,7 +60,7 @@ class TritonFA2:
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         """FA-2 Algorithm 1. q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
-        key = (problem, _metadata(q, k, v, *extras))
+        key = (problem, _metadata(q, k, v, extras))
         bound = self._bound.get(key)
         if bound is None:
             bound = self._remember(key, self.bind(problem, q, k, v, extras))
@@ -78,7 +79,7 @@ class TritonFA2:
         """FA-2 Algorithm 2, as two passes."""
         q, k, v, out, lse, *given = saved
         extras = _unpack(problem, given)
-        key = (problem, _metadata(q, k, v, dout, *extras), dlse is not None, needs)
+        key = (problem, _metadata(q, k, v, extras), dout.stride(), dlse is not None, needs)
         bound = self._bound.get(key)
         if bound is None:
             bound = BoundBackward(problem, q, k, v, dout, extras, dlse is not None, needs, self.shape)
@@ -190,13 +191,13 @@ class BoundKernel:
         launch = self.launch
         if not launch.grid:
             return
-        given = [None if name is None else tensors[name] for name in launch.pointers]
         if INTERPRETED:
+            given = [None if name is None else tensors[name] for name in launch.pointers]
             arrays = [x.view(torch.uint8) if x is not None and x.dtype is torch.bool else x for x in given]
             KERNELS[launch.recipe.kernel][(launch.grid,)](*arrays, *launch.rest)
             return
         start, fixed = self.starter(aligned)
-        addresses = [None if x is None else x.data_ptr() for x in given]
+        addresses = [None if name is None else tensors[name].data_ptr() for name in launch.pointers]  # type: ignore[union-attr]
         start(launch.grid, 1, 1, _current_stream(self.index), *fixed, *addresses, *launch.rest)
 
 
@@ -254,9 +255,12 @@ class BoundBackward:
     ) -> None:  # fmt: skip
         launches = backward_launches(problem, q, k, v, dout, extras, with_dlse, needs, shape_of)
         self.kernels = [BoundKernel(launch, q.device) for launch in launches]
-        self.needs = needs
-        self.row_blocks = shape_of(problem, "dq").block_m
-        self.dmask_shape: tuple[int, ...] = ()
+        self.device, self.dtype = q.device, q.dtype
+        like = gradients_like(q, k, v, needs)[:3]
+        self.gradients = [None if x is None else (tuple(x.shape), x.stride()) for x in like]
+        batch, seqlen_q, heads, _ = q.shape
+        self.dsinks_shape = (batch, heads, -(-seqlen_q // shape_of(problem, "dq").block_m)) if needs.sinks else None
+        self.dmask_shape: tuple[int, ...] | None = None
         if needs.attn_mask and extras.attn_mask is not None:
             self.dmask_shape = dmask_shape(extras.attn_mask, q, k, shape_of(problem, "dmask"))
         self.natural = problem.attn_mask == "float"
@@ -266,31 +270,38 @@ class BoundBackward:
         extras: Extras,
     ) -> Gradients:  # fmt: skip
         """Makes the gradients, and launches one kernel after the other."""
-        batch, heads, seqlen_q = lse.shape
-        gradients = gradients_like(q, k, v, self.needs, q.device)
-        blocks = -(-seqlen_q // self.row_blocks)
-        dsinks = lse.new_empty((batch, heads, blocks)) if self.needs.sinks else None
-        dmask = lse.new_empty(self.dmask_shape) if self.dmask_shape else None
+        dq, dk, dv = (
+            None if made is None else torch.empty_strided(*made, dtype=self.dtype, device=self.device)
+            for made in self.gradients
+        )
+        dsinks = None if self.dsinks_shape is None else lse.new_empty(self.dsinks_shape)
+        dmask = None if self.dmask_shape is None else lse.new_empty(self.dmask_shape)
         tensors: dict[str, Tensor | None] = {
             "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": torch.empty_like(lse),
-            "total": torch.empty_like(lse) if self.natural else None, "dq": gradients.q, "dk": gradients.k,
-            "dv": gradients.v, "dsinks": dsinks, "dmask": dmask,
+            "total": torch.empty_like(lse) if self.natural else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+            "dmask": dmask,
         } | pointers_of(extras)  # fmt: skip
-        aligned = not any(x.data_ptr() % ALIGNMENT for x in (q, k, v, out, dout, extras.attn_mask) if x is not None)
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+        if extras.attn_mask is not None:
+            addresses |= extras.attn_mask.data_ptr()
         for kernel in self.kernels:
-            kernel(aligned, tensors)
+            kernel(not addresses % ALIGNMENT, tensors)
+        summed = None
         if dmask is not None and extras.attn_mask is not None:
             summed = dmask.sum_to_size(extras.attn_mask.shape).to(extras.attn_mask.dtype)
-            gradients = gradients._replace(attn_mask=summed)
-        return gradients if dsinks is None else gradients._replace(sinks=dsinks.sum(dim=(0, 2)))
+        return Gradients(dq, dk, dv, summed, None if dsinks is None else dsinks.sum(dim=(0, 2)))
 
 
-def _metadata(*tensors: Tensor | None) -> tuple[object, ...]:
-    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors)
+def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, ...]:
+    """What a launch depends on beside the problem. Dtypes but the mask's, and Dv, are the problem's."""
+    given = tuple(None if x is None else (x.stride(), x.dtype) for x in extras)
+    return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
 
 
 def _unpack(problem: Problem, given: Sequence[Tensor]) -> Extras:
     """The extras among the saved tensors: the problem says which are there."""
+    if not given:
+        return NO_EXTRAS
     left = iter(given)
     there = (
         problem.attn_mask is not None, problem.alibi, problem.sinks, problem.q_lens, problem.kv_lens,
