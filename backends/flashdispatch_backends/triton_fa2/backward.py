@@ -16,10 +16,10 @@ dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV s
                 tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in registers.
 program ids     One dimension, blocks fastest, as in the forward. Under a causal mask the first key block has the most
                 work, so key blocks count up.
-tiles           block_m by block_n from `tiles.py`, each kernel with its own: the resident side is the wider one.
+tiles           block_m by block_n from `tiles.py`, each kernel with its own. Where dK and dV are too wide for registers
+                side by side, dkdv_kernel runs once for each, and makes S twice.
 strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
-the loop        Three times, as in the forward: blocks cut by one edge of the band, whole blocks, blocks cut by the
-                other edge or by a tail. What no mask leaves anything of is not visited.
+the loop        Twice, as in the forward: whole blocks, then those that an edge of the band or a tail cuts.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
 kept            From the forward: q, k, v, out, LSE. Delta is the only other thing in memory, 4 bytes a row.
 coarse LSE      A float mask may put all scores of a row near finfo.min, where a float32 LSE has no digits left for
@@ -81,9 +81,8 @@ def dq_kernel(
     stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), to be summed."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -189,9 +188,8 @@ def dkdv_kernel(
     stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
     blocks = tl.cdiv(seqlen_k, BLOCK_N)

@@ -12,14 +12,17 @@ finished piece by piece (FA-2 section 2.3.1). For each query three running value
 program ids     One dimension, query blocks fastest: pid = (b * Hq + h) * blocks + block. The blocks of a head run side
                 by side and find its K and V in the L2 cache. Under a causal mask the last block has the most work, so
                 blocks count down: heavy ones first, and the light ones fill the gaps at the end.
-tiles           block_m queries by block_n keys, from `tiles.py`: as large as registers hold S and acc. The head dim is
-                not split; it is padded with zeros to a power of two on the chip, never in memory.
+tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must fit into registers, and what reads best
+                is measured. Small tiles let several programs share a multiprocessor, and one's softmax then hides
+                behind another's products. The head dim is not split; it is padded with zeros to a power of two on the
+                chip, never in memory.
 strides         q (B, Sq, Hq, D), k and v (B, Sk, Hkv, ·) have any strides with a contiguous last dim. Query head h
                 reads key/value head h // group (GQA): nothing is expanded. Offsets are 64 bit.
-the loop        Three times over key blocks, in order: those that the window's left edge cuts, those that need no mask,
-                those that the diagonal or the end of the keys cuts. Blocks that no query sees are not visited.
-masks           Position and tails only in the outer two; attn_mask, where there is one, in all. Hidden scores are -inf
-                before exp. A row that has seen no key has m = -inf, and subtracts 0.
+the loop        Twice over key blocks: first the whole ones, of which position hides nothing, then those that the
+                window's left edge, the diagonal or the end of the keys cuts. Blocks beyond are not visited. (The online
+                softmax does not mind the order.)
+masks           Position and tails in the second loop only; attn_mask, where there is one, in both. Hidden scores are
+                -inf before exp. A row that has seen no key has m = -inf, and subtracts 0.
 kept            m, l, acc in registers; LSE for the backward, which recomputes P from it.
 hardware        tl.dot becomes mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100. P goes from the accumulator to the
                 second product without leaving registers. K and V are copied asynchronously, num_stages blocks ahead.
@@ -53,9 +56,8 @@ def forward_kernel(
     stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    MASK: tl.constexpr, PLAIN: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -101,7 +103,7 @@ def forward_kernel(
         last = tl.minimum(first + BLOCK_M, q_len) - 1
         edges = key_blocks(first, last, shift, kv_len, left, right, BLOCK_N)
         Q = load_tile(q, first, stride_qs, q_len, BLOCK_M, BLOCK_D, D, True)
-        for cut in tl.static_range(2):
+        for cut in tl.static_range(2):  # whole blocks, then cut ones
             for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
                 key = block_start(edges, index, cut, BLOCK_N)
                 # FA-2 Algorithm 1 lines 6 to 11

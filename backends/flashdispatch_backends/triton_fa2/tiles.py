@@ -119,8 +119,8 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
         for streamed in (16, 32, 64, 128):
             for num_warps in (4, 8):
                 for num_stages in (1, 2, 3, 4):
-                    if num_warps == 8 and resident < 128:
-                        continue  # half of the warps would have no rows of their own
+                    if num_warps == 8 and resident < 64:
+                        continue  # too few rows to share
                     if resident < 64 and sum(padded_dims(problem)) * problem.dtype.itemsize <= 1024:
                         continue  # only very wide rows want so few of them
                     if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
