@@ -154,7 +154,8 @@ def prepare(
     """Compiles ahead what `attention` with the same arguments will run, and returns the plan.
 
     After it such a call neither compiles nor tunes, so it may run while a CUDA graph is being captured. Takes what
-    `attention` takes, or one `Problem`.
+    `attention` takes, or one `Problem`. A kernel may depend on strides that a Problem does not say, such as those of an
+    expanded or transposed mask: run such a call once before capturing.
 
     Raises what `attention` raises when nothing can run.
     """

@@ -106,7 +106,9 @@ def view(name: str, problem: Problem, found: Sequence[KernelFacts]) -> Renderabl
     for facts in found:
         spills = Text(f"{facts.spill_bytes} bytes", STYLES["warn"]) if facts.spill_bytes else Text("none")
         table.add_row(
-            Text.assemble((facts.kernel, "bold"), "\n", (tile_text(facts.tile), STYLES["quiet"])),
+            Text.assemble(
+                (facts.kernel, "bold"), f" {facts.variant}".rstrip(), "\n", (tile_text(facts.tile), STYLES["quiet"])
+            ),
             str(facts.registers),
             spills,
             human_bytes(facts.shared_bytes),

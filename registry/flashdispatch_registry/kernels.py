@@ -40,7 +40,7 @@ class Tunable(Protocol):
         ...
 
     def set_tile(self, problem: Problem, kernel: str, tile: Tile | None) -> None:
-        """Uses `tile` for the problem's key from now on in this process; None: what was tuned or shipped, again."""
+        """Uses `tile` for the problem's key in calls bound from now on in this process; None: what it was, again."""
         ...
 
 
@@ -72,6 +72,8 @@ class KernelFacts:
     """Shared memory per block, as launched."""
     threads: int
     """Per block."""
+    variant: str = ""
+    """What sets it apart where one call may launch a kernel in several forms: ``"mask float32"``."""
     instructions: Mapping[str, int] = field(default_factory=dict)
     """How often instructions that tell the hardware path occur: ``{"wgmma": 16, "mma.sync": 0, "cp.async": 8}``."""
     texts: Mapping[str, str] = field(default_factory=dict)

@@ -93,7 +93,7 @@ def test_every_kernel_of_a_problem_fits_and_runs_on_tensor_cores(
         assert shared <= SHARED_BYTES[family(arch)], said
         assert registers <= 255, said
         assert registers * threads <= 65536, said
-        assert any(kernel.instructions[name] for name in ("mma.sync", "wgmma", "tcgen05")), said
+        assert any(kernel.instructions[product] for product in ("mma.sync", "wgmma", "tcgen05")), said
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="how much spills was measured with Triton 3.7")
@@ -112,6 +112,9 @@ def test_registers_spill_no_more_than_is_known(name: str, compiled: dict[str, Fu
 def test_products_of_16_bit_run_on_the_architectures_own_tensor_cores(
     name: str, compiled: dict[str, Future[Sequence[KernelFacts]]]
 ) -> None:
-    own = {"sm_90": ("wgmma",), "sm_100": ("tcgen05", "mma.sync")}.get(PROBLEMS[name].arch, ("mma.sync",))
+    problem = PROBLEMS[name]
+    # The tiles of D = 256 have too few rows for tcgen05.
+    on_sm_100 = "tcgen05" if problem.head_dim <= 128 else "mma.sync"
+    own = {"sm_90": "wgmma", "sm_100": on_sm_100}.get(problem.arch, "mma.sync")
     for kernel in compiled[name].result():
-        assert any(kernel.instructions[instruction] for instruction in own), kernel.kernel
+        assert kernel.instructions[own], kernel.kernel

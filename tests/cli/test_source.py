@@ -117,6 +117,7 @@ def test_facts_as_json_have_the_names_of_the_stages_and_not_their_texts(compiled
             "spill_bytes": 96,
             "shared_bytes": 98304,
             "threads": 256,
+            "variant": "",
             "instructions": {"wgmma": 16, "cp.async": 8},
             "stages": ["ttgir", "ptx"],
         }

@@ -4,10 +4,10 @@ Requirement: every feature of the contract in 16 bit and IEEE float32, for any h
 bitwise repeatable gradients, and no compiling once a kernel is there. Where the answer to a question is:
 
     forward.py, backward.py, mask_gradient.py   the kernels, to be read in this order
-    scores.py                                   what they share: key blocks, masks, dropout
+    scores.py                                   what they share, to be read beside them: key blocks, masks, dropout
     tiles.py                                    which tile and how many warps, as data
     arguments.py                                what a problem's kernels are launched with
-    compile.py                                  from there to a compiled kernel, with or without a GPU
+    compile.py, facts.py                        from there to a compiled kernel, and what became of it
     launch.py                                   the backend object: outputs, addresses, launches
 """
 

@@ -1,32 +1,35 @@
 """The backward kernels: FlashAttention-2, Algorithm 2 (arXiv 2307.08691, "FA-2"), as two passes without atomics.
 
-P is not stored by the forward. Both kernels make it again, already normalised, from S and the LSE; with
+P is not stored by the forward. Every backward kernel makes it again, already normalised, from S and the LSE; with
 Delta = rowsum(dO * O), which equals rowsum(P * dP) (FlashAttention, arXiv 2205.14135, appendix B.2):
 
     P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P * (dP - Delta)    dQ = scale dS K    dK = scale dS^T Q
 
 FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its
-own: seven products instead of five, and in return the gradients are bitwise repeatable, always, and no accumulator of
-the size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS: Delta - dLSE takes the place of Delta.
+own: seven products instead of five (eight where dK and dV have a pass each), and in return the gradients are bitwise
+repeatable, always, and no accumulator of the size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS:
+Delta - dLSE takes the place of Delta.
 
 dq_kernel       One program per query block, as in the forward (heavy blocks first); Q, dO and acc = dQ stay, K and V
-                stream. It also makes Delta, which the other kernel reads: it has dO on the chip anyway.
+                stream. It also makes Delta, which the other kernels read: it has dO on the chip anyway.
 dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one query head
                 of the group after the other (GQA: the sum over the group costs nothing). It works on the transposed
                 tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in registers.
 program ids     One dimension, blocks fastest, as in the forward. Under a causal mask the first key block has the most
                 work, so key blocks count up.
-tiles           block_m by block_n from `tiles.py`, each kernel with its own. Where dK and dV are too wide for registers
+tiles           block_m by block_n from `tiles.py`, each kernel with its own; dK and dV are two accumulators, so that
+                registers bound them. Where dK and dV are too wide for registers
                 side by side, dkdv_kernel runs once for each, and makes S twice.
 strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
 the loop        Twice, as in the forward: whole blocks, then those that an edge of the band or a tail cuts.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
-kept            From the forward: q, k, v, out, LSE. Delta is the only other thing in memory, 4 bytes a row.
+kept            From the forward: q, k, v, out, LSE. Beside them in memory: Delta, 4 bytes a row; with a float mask
+                `total`, 4 more; partial sums of dsinks and dmask.
 coarse LSE      A float mask may put all scores of a row near finfo.min, where a float32 LSE has no digits left for
                 log(l), and exp(S - LSE) is as many times too large as there are keys. Where one of its rows is that far
                 out, dq_kernel first sums P over the row, and leaves 1 / sum in `total` for the other kernels.
 empty rows      LSE = -inf (no key, or past q_lens) reads as +inf, so that P = exp(S - inf) = 0; Delta is 0 there.
-hardware        As in the forward: mma.sync, wgmma or tcgen05 behind tl.dot.
+hardware        As in the forward.
 the tail        Rows past the lengths are loaded as 0, and their gradients stored as 0.
 """
 
@@ -36,12 +39,12 @@ import triton
 import triton.language as tl
 
 from flashdispatch_backends.triton_fa2.scores import (
-    LOG2E,
     block_start,
     count_blocks,
     diagonal,
     dropout_keep,
     exponential,
+    in_units,
     key_blocks,
     load_tile,
     query_blocks,
@@ -56,7 +59,7 @@ COARSE_LSE: tl.constexpr = tl.constexpr(4096.0)
 
 @triton.jit
 def load_rows(base, first, end, BLOCK: tl.constexpr):
-    """One float32 a row, of LSE or Delta; 0 past the end."""
+    """One float32 a row, of Delta, dLSE or total; 0 past the end."""
     row = tl.arange(0, BLOCK)
     return tl.load(base + first + row, mask=row < end - first, other=0.0)
 
@@ -66,10 +69,7 @@ def load_lse(base, first, end, NATURAL: tl.constexpr, BLOCK: tl.constexpr):
     """LSE in the scores' units; +inf for a row that sees no key and past the end, so that exp(S - LSE) is 0 there."""
     row = tl.arange(0, BLOCK)
     LSE = tl.load(base + first + row, mask=row < end - first, other=float("-inf"))
-    LSE = tl.where(LSE == float("-inf"), float("inf"), LSE)
-    if not NATURAL:
-        LSE *= LOG2E
-    return LSE
+    return in_units(tl.where(LSE == float("-inf"), float("inf"), LSE), NATURAL)
 
 
 @triton.jit
@@ -84,7 +84,10 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills delta (B, Hq, Sq), and unless they are None dq (B, Sq, Hq, D) and dsinks (B, Hq, blocks), to be summed."""
+    """Fills delta and, for a float mask, total (B, Hq, Sq).
+
+    And unless they are None dq (B, Sq, Hq, D), and dsinks (B, Hq, blocks), which the host sums.
+    """
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -117,9 +120,7 @@ def dq_kernel(
     tl.store(delta + row_base + rows, Delta, mask=rows < seqlen_q)
     slope = 0.0
     if slopes is not None:
-        slope = tl.load(slopes + b * stride_slopes + h)
-        if not NATURAL:
-            slope *= LOG2E
+        slope = in_units(tl.load(slopes + b * stride_slopes + h), NATURAL)
     if mask is not None:
         mask += b64 * stride_mb + h64 * stride_mh
     shift = diagonal(q_len, kv_len, TOP_LEFT)
@@ -147,10 +148,7 @@ def dq_kernel(
         tl.store(total + row_base + rows, share, mask=rows < q_len)
 
     if dsinks is not None:
-        sink = tl.load(sinks + h)
-        if not NATURAL:
-            sink *= LOG2E
-        P_sink = exponential(sink - LSE, NATURAL) * share
+        P_sink = exponential(in_units(tl.load(sinks + h), NATURAL) - LSE, NATURAL) * share
         tl.store(dsinks + bh * blocks + block, -tl.sum(P_sink * Delta))
 
     if dq is not None:
@@ -223,9 +221,7 @@ def dkdv_kernel(
             dout_h = dout + b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
             slope = 0.0
             if slopes is not None:
-                slope = tl.load(slopes + b * stride_slopes + h)
-                if not NATURAL:
-                    slope *= LOG2E
+                slope = in_units(tl.load(slopes + b * stride_slopes + h), NATURAL)
             mask_h = mask
             if mask is not None:
                 mask_h = mask + b64 * stride_mb + h64 * stride_mh

@@ -7,15 +7,11 @@ recipe and device. Triton's cache on disk lies beneath, so that another process 
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +23,7 @@ from flashdispatch_backends.triton_fa2.backward import dkdv_kernel, dq_kernel
 from flashdispatch_backends.triton_fa2.forward import forward_kernel
 from flashdispatch_backends.triton_fa2.mask_gradient import dmask_kernel
 from flashdispatch_backends.triton_fa2.tiles import Shape
-from flashdispatch_registry.arch import sm_number
-from flashdispatch_registry.errors import ColdKernelError, InvalidRequestError
-from flashdispatch_registry.kernels import KernelFacts
+from flashdispatch_registry.errors import ColdKernelError
 
 KERNELS: dict[str, Any] = {
     "forward": forward_kernel,
@@ -66,6 +60,14 @@ class Recipe:
         blocks = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n}
         constants = tuple((name, blocks.get(name, value)) for name, value in self.constants)
         return replace(self, constants=constants, shape=shape)
+
+    def with_less_alignment(self) -> tuple[Recipe, ...]:
+        """This one, and those for tensors of which less is known."""
+        return tuple(
+            replace(self, aligned=aligned, aligned_mask=aligned_mask)
+            for aligned in {self.aligned, False}
+            for aligned_mask in {self.aligned_mask, False}
+        )
 
 
 def build(recipe: Recipe, arch: int) -> Any:
@@ -128,7 +130,7 @@ def starter(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return launcher, (kernel.function, kernel.packed_metadata, None, None, None)
 
 
-def compile_all(recipes: Sequence[Recipe], device: int) -> None:
+def compile_in_threads(recipes: Sequence[Recipe], device: int) -> None:
     """Compiles in threads beside each other, and loads; raises the first failure.
 
     Raises ColdKernelError while a stream is capturing, unless everything is there already.
@@ -142,7 +144,7 @@ def compile_all(recipes: Sequence[Recipe], device: int) -> None:
         compiled(recipe, device)  # now found on disk
 
 
-def compile_beside(recipes: Sequence[Recipe], capability: tuple[int, int]) -> None:
+def compile_in_processes(recipes: Sequence[Recipe], capability: tuple[int, int]) -> None:
     """Fills Triton's cache on disk from several processes: for many kernels, where threads would wait for each other.
 
     What does not compile is left to whoever asks for it, who then gets the error.
@@ -157,53 +159,3 @@ def compile_beside(recipes: Sequence[Recipe], capability: tuple[int, int]) -> No
 def _build_quietly(recipe: Recipe, arch: int) -> None:
     with suppress(Exception):  # the compiler's errors have many types; `build` raises this one again
         build(recipe, arch)
-
-
-_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_TELLING = {
-    "wgmma": r"\bwgmma\.mma_async",
-    "mma.sync": r"\bmma\.sync",
-    "tcgen05": r"\btcgen05\.mma",
-    "fma.f32": r"\bfma\.rn\.f32",
-    "ex2": r"\bex2\.approx",
-    "cp.async": r"\bcp\.async\.(cg|ca)",
-    "ldmatrix": r"\bldmatrix",
-}
-"""What to count in PTX: instructions that tell the hardware path."""
-
-
-def facts(recipe: Recipe, arch: str) -> KernelFacts:
-    """Compiles `recipe` for `arch` and reads what came out."""
-    number = sm_number(arch)
-    if number is None:
-        raise InvalidRequestError(f"Triton compiles for NVIDIA architectures such as sm_90, not for {arch}")
-    kernel = build(recipe, number)
-    usage, sass = _disassemble(kernel.asm["cubin"])
-    ptx = kernel.asm["ptx"]
-    return KernelFacts(
-        kernel=recipe.kernel,
-        arch=arch,
-        tile=recipe.shape._asdict(),
-        registers=usage["REG"],
-        spill_bytes=usage["STACK"] + usage["LOCAL"],
-        shared_bytes=kernel.metadata.shared,
-        threads=32 * recipe.shape.num_warps,
-        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _TELLING.items()},
-        texts={"ttir": kernel.asm["ttir"], "ttgir": kernel.asm["ttgir"], "ptx": ptx, "sass": sass},
-    )
-
-
-def _disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
-    """Resource usage and machine code of a cubin, by the disassembler that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        dump = [str(_BIN / "cuobjdump"), file.name]
-
-        def told(what: str) -> str:
-            # The command and its arguments are ours.
-            return subprocess.run([*dump, what], check=True, capture_output=True, text=True).stdout  # noqa: S603
-
-        usage, sass = told("--dump-resource-usage"), told("--dump-sass")
-    found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage))
-    return {name: int(value) for name, value in found.items()}, sass

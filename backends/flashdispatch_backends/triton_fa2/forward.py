@@ -12,10 +12,10 @@ finished piece by piece (FA-2 section 2.3.1). For each query three running value
 program ids     One dimension, query blocks fastest: pid = (b * Hq + h) * blocks + block. The blocks of a head run side
                 by side and find its K and V in the L2 cache. Under a causal mask the last block has the most work, so
                 blocks count down: heavy ones first, and the light ones fill the gaps at the end.
-tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must fit into registers, and what reads best
+tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must fit into registers, and what is fastest
                 is measured. Small tiles let several programs share a multiprocessor, and one's softmax then hides
-                behind another's products. The head dim is not split; it is padded with zeros to a power of two on the
-                chip, never in memory.
+                behind another's products. The head dim is not split; it is padded with zeros to a power of two (at
+                least 64 on sm_90 and sm_100, else 16) on the chip, never in memory.
 strides         q (B, Sq, Hq, D), k and v (B, Sk, Hkv, ·) have any strides with a contiguous last dim. Query head h
                 reads key/value head h // group (GQA): nothing is expanded. Offsets are 64 bit.
 the loop        Twice over key blocks: first the whole ones, of which position hides nothing, then those that the
@@ -23,10 +23,12 @@ the loop        Twice over key blocks: first the whole ones, of which position h
                 softmax does not mind the order.)
 masks           Position and tails in the second loop only; attn_mask, where there is one, in both. Hidden scores are
                 -inf before exp. A row that has seen no key has m = -inf, and subtracts 0.
-kept            m, l, acc in registers; LSE for the backward, which recomputes P from it.
-hardware        tl.dot becomes mma.sync on sm_80, wgmma on sm_90, tcgen05 on sm_100. P goes from the accumulator to the
-                second product without leaving registers. K and V are copied asynchronously, num_stages blocks ahead.
-the tail        Rows past the length are not stored but zeroed: out = 0, LSE = -inf.
+kept            m, l, acc on the chip; LSE for the backward, which recomputes P from it.
+hardware        tl.dot becomes mma.sync on sm_80, sm_86 and sm_120, wgmma on sm_90, and tcgen05 on sm_100 where a tile
+                has at least 64 rows (else mma.sync). P goes to the second product without passing through shared
+                memory: in registers, on sm_100 in tensor memory, where acc lies, too. K and V are copied
+                asynchronously, num_stages - 1 blocks ahead.
+the tail        Rows past a sequence's length are stored as out = 0 and LSE = -inf; nothing is written past Sq.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from flashdispatch_backends.triton_fa2.scores import (
     diagonal,
     dropout_keep,
     exponential,
+    in_units,
     key_blocks,
     load_tile,
     scores,
@@ -80,23 +83,18 @@ def forward_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     i = rows[:, None]
 
-    # FA-2 Algorithm 1 line 3, or the state after a sink: one more column, of value zero
+    # FA-2 Algorithm 1 line 5, or the state after a sink: one more column, of value zero
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + h)
-        if not NATURAL:
-            sink *= LOG2E
-        m = tl.zeros((BLOCK_M,), tl.float32) + sink
+        m = tl.zeros((BLOCK_M,), tl.float32) + in_units(tl.load(sinks + h), NATURAL)
         l += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
     if first < q_len:
         slope = 0.0
         if slopes is not None:
-            slope = tl.load(slopes + b * stride_slopes + h)
-            if not NATURAL:
-                slope *= LOG2E
+            slope = in_units(tl.load(slopes + b * stride_slopes + h), NATURAL)
         if mask is not None:
             mask += b64 * stride_mb + h64 * stride_mh
         shift = diagonal(q_len, kv_len, TOP_LEFT)
@@ -106,7 +104,7 @@ def forward_kernel(
         for cut in tl.static_range(2):  # whole blocks, then cut ones
             for index in tl.range(count_blocks(edges, cut, BLOCK_N)):
                 key = block_start(edges, index, cut, BLOCK_N)
-                # FA-2 Algorithm 1 lines 6 to 11
+                # FA-2 Algorithm 1 lines 7 to 10
                 K = load_tile(k, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, cut)
                 qk = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
                 if PLAIN and not cut:  # the scale is folded: one fused multiply-add and one exp2 a score
@@ -130,7 +128,7 @@ def forward_kernel(
                 acc = tl.dot(P.to(V.dtype), V, acc * alpha[:, None], input_precision=PRECISION)
                 m = m_new
 
-    # FA-2 Algorithm 1 lines 12 and 13. A row without keys has l = 0 and acc = 0.
+    # FA-2 Algorithm 1 lines 12 to 15. A row without keys has l = 0 and acc = 0.
     inside = rows < q_len
     if seed is not None:
         acc *= kept

@@ -8,7 +8,6 @@ as it is, with addresses as plain integers, which Triton's launcher takes withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ from flashdispatch_backends.triton_fa2.compile import (
     ALIGNMENT,
     KERNELS,
     Recipe,
-    compile_all,
-    compile_beside,
+    compile_in_processes,
+    compile_in_threads,
     compiled,
-    facts,
     starter,
 )
+from flashdispatch_backends.triton_fa2.facts import facts
 from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
 from flashdispatch_registry.kernels import KernelFacts, Tile
@@ -88,11 +87,13 @@ class TritonFA2:
         return result
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles side by side what `problem` needs, for tensors with and without 16-byte alignment."""
+        """Compiles side by side what dense tensors of `problem` need, wherever they begin.
+
+        A mask with other strides (expanded, transposed) is compiled in its first call.
+        """
         if not INTERPRETED:
-            recipes = self._recipes(problem)
-            unaligned = [replace(recipe, aligned=False, aligned_mask=False) for recipe in recipes]
-            compile_all(recipes + unaligned, torch.cuda.current_device())
+            recipes = [loose for recipe in self._recipes(problem) for loose in recipe.with_less_alignment()]
+            compile_in_threads(recipes, torch.cuda.current_device())
 
     def _recipes(self, problem: Problem) -> list[Recipe]:
         """The kernels of `problem`. A float mask has one of two dtypes, and the problem does not say which."""
@@ -108,7 +109,7 @@ class TritonFA2:
     # Tiles
 
     def kernels(self, problem: Problem) -> Sequence[str]:
-        """The kernels that `problem` launches."""
+        """The kernels that `problem` may launch."""
         backward = ("dq", *tiles.key_passes(problem)) if problem.needs_backward else ()
         return ("forward", *backward, *(("dmask",) if "attn_mask" in problem.needs_grad else ()))
 
@@ -138,15 +139,20 @@ class TritonFA2:
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` in processes beside each other."""
         (launch, *_) = (x for x in described(problem, problem.dtype, self.shape) if x.recipe.kernel == kernel)
-        compile_beside([launch.recipe.with_shape(Shape(**tile)) for tile in tiles], torch.cuda.get_device_capability())
+        compile_in_processes(
+            [launch.recipe.with_shape(Shape(**tile)) for tile in tiles], torch.cuda.get_device_capability()
+        )
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
         """The tile in force: set in this process, else tuned on this GPU, else shipped."""
-        key = tiles.key(problem, kernel)
-        if key in self._tiles:
-            return self._tiles[key]
-        tuned = self._tuned_here(problem).get(key)
-        return tiles.shipped(problem, kernel) if tuned is None else Shape(**tuned)
+        rows, tuned = tiles.rows(problem, kernel), self._tuned_here(problem)
+        for row in rows:
+            if row in self._tiles:
+                return self._tiles[row]
+        for row in rows:
+            if row in tuned:
+                return Shape(**tuned[row])
+        return tiles.shipped(problem, kernel)
 
     def _tuned_here(self, problem: Problem) -> Mapping[str, Tile]:
         """What was tuned on the current GPU; nothing for a problem of another architecture."""

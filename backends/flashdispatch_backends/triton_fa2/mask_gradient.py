@@ -2,7 +2,7 @@
 
 Only a mask that wants a gradient pays for it, with a pass of its own: a mask shared by sequences and heads needs their
 sum, which neither backward kernel sees whole, and atomics would make it depend on chance. S and P are made again
-as in `backward`, from q, k, the LSE and the Delta that dq_kernel left:
+as in `backward`, from q, k, v, dO, the LSE, and the Delta and `total` that dq_kernel left:
 
     dmask_ij = sum over what is broadcast of P_ij (dP_ij - Delta_i)
 
@@ -11,6 +11,9 @@ program ids     One dimension, key blocks fastest, then query blocks or `parts` 
                 the host adds up; a mask without keys leaves one number per row and key block.
 the loop        Over the sequences, heads and query blocks that share the program's entries of the mask. Tiles that the
                 band hides are passed over.
+tiles           block_m by block_n, a careful one: no row of `tiles.py` is shipped. acc, S and dP fill the registers.
+strides         As in the backward; dmask is contiguous. A dim that the mask broadcasts has stride 0.
+hardware        As in the forward.
 masks           All of them, in every tile: a float mask is rarely the fast path.
 kept            acc, a (block_m, block_n) tile in float32.
 the tail        Entries past the lengths get 0.
@@ -50,7 +53,7 @@ def dmask_kernel(
     pid = tl.program_id(0)
     key_block = pid % key_block_count
     part = (pid // key_block_count) % parts
-    of_mask = pid // (key_block_count * parts)  # mask's sequence * its heads + head
+    of_mask = pid // (key_block_count * parts)  # the mask's sequence * its heads + its head
 
     key = key_block * BLOCK_N
     keys = key + tl.arange(0, BLOCK_N)
@@ -64,9 +67,8 @@ def dmask_kernel(
     if PER_HEAD:
         first_h = of_mask % heads
         end_h = first_h + 1
-        of_mask = of_mask // heads
     if PER_SEQUENCE:
-        first_b = of_mask
+        first_b = of_mask // heads if PER_HEAD else of_mask
         end_b = first_b + 1
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -109,15 +111,14 @@ def dmask_kernel(
 
     row = first_block * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
-    base = pid // (key_block_count * parts)
     if PER_ROW and PER_KEY:
-        at = dmask + (tl.cast(base, tl.int64) * seqlen_q + rows[:, None]) * seqlen_k + j
+        at = dmask + (tl.cast(of_mask, tl.int64) * seqlen_q + rows[:, None]) * seqlen_k + j
         tl.store(at, acc, mask=(rows[:, None] < seqlen_q) & (j < seqlen_k))
     elif PER_ROW:
-        at = dmask + (tl.cast(base, tl.int64) * seqlen_q + rows) * key_block_count + key_block
+        at = dmask + (tl.cast(of_mask, tl.int64) * seqlen_q + rows) * key_block_count + key_block
         tl.store(at, tl.sum(acc, 1), mask=rows < seqlen_q)
     elif PER_KEY:
-        at = dmask + (tl.cast(base, tl.int64) * parts + part) * seqlen_k + keys
+        at = dmask + (tl.cast(of_mask, tl.int64) * parts + part) * seqlen_k + keys
         tl.store(at, tl.sum(acc, 0), mask=keys < seqlen_k)
     else:
-        tl.store(dmask + (tl.cast(base, tl.int64) * parts + part) * key_block_count + key_block, tl.sum(acc))
+        tl.store(dmask + (tl.cast(of_mask, tl.int64) * parts + part) * key_block_count + key_block, tl.sum(acc))

@@ -1,13 +1,13 @@
-"""What the three kernels share: where a sequence lies, which key blocks a query block sees, and what a score is.
+"""What the kernels share: where a sequence lies, which blocks see each other, what a score is, what dropout keeps.
 
-A tile of scores is (block_m, block_n) in the forward and in the dQ kernel, and its transpose in the dK/dV kernel, so
-nothing here knows which way it lies: `i` are the query numbers and `j` the key numbers of a tile, as a column and a row
-or the reverse, and everything broadcasts.
+A tile of scores is (block_m, block_n) in the forward, the dQ and the mask kernel, and its transpose in the dK/dV
+kernel. Nothing here knows which way it lies: `i` are the query numbers and `j` the key numbers of a tile, as a column
+and a row or the reverse, and everything broadcasts.
 
-Units. exp2 is one instruction, exp is two, so scores are kept in units of log 2: the host multiplies the scale, the
-softcap and the ALiBi slopes by log2(e) once, and exp(S - m) becomes exp2(S - m). With a float mask that would overflow
-(finfo.min * log2(e) is -inf, and finfo.min is just a number), so there scores stay natural and the difference is
-multiplied: NATURAL.
+Units. exp2 is one instruction, exp is two, so scores are kept in units of log 2: the host multiplies the scale (with a
+softcap: the softcap) by log2(e), the kernels what they load of ALiBi slopes, sinks and LSE, and exp(S - m) becomes
+exp2(S - m). With a float mask that would overflow (finfo.min * log2(e) is -inf, and finfo.min is just a number), so
+there scores stay natural and the difference is multiplied: NATURAL.
 """
 
 from __future__ import annotations
@@ -148,6 +148,14 @@ def store_tile(base, tile, first, stride, end, BLOCK: tl.constexpr, BLOCK_D: tl.
     if D != BLOCK_D:
         within = within & (dim < D)
     tl.store(at, tile.to(base.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def in_units(x, NATURAL: tl.constexpr):
+    """A natural logit in the scores' units."""
+    if not NATURAL:
+        x = x * LOG2E
+    return x
 
 
 @triton.jit

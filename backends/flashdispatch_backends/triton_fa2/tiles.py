@@ -1,4 +1,4 @@
-"""Which tile each kernel uses: data per architecture and head dim, found by ``flashdispatch tune tiles``.
+"""Which tile each kernel uses: data per architecture, dtype, head dim, mask and what else a score needs.
 
 A tile says how many queries and keys a program works on, by how many warps, and how many blocks are copied ahead. It
 changes no result beyond rounding. A call reads it when its plan is made; nothing is tuned during a call.
@@ -7,7 +7,8 @@ changes no result beyond rounding. A call reads it when its plan is made; nothin
     num_warps          warps of a program
     num_stages         blocks of K and V (or Q and dO) in shared memory or on their way to it
 
-`SHIPPED` has what was measured; a tile tuned on this GPU (`flashdispatch_registry.tile_store`) comes before it.
+`SHIPPED` says of each group whether it was measured or only compiled. A tile that ``flashdispatch tune tiles`` found on
+this GPU (`flashdispatch_registry.tile_store`) comes before it.
 """
 
 from __future__ import annotations
@@ -92,19 +93,24 @@ def _extra(problem: Problem) -> tuple[str, ...]:
     return ("extra",) if problem.attn_mask or problem.alibi or problem.softcap is not None else ()
 
 
+def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
+    """The rows that a problem may read, best first: its own, then those of wider head dims and of kindred masks."""
+    wide = f"d{max(64, *padded_dims(problem))}"
+    kindred = (_row(problem, kernel, wide, mask) for mask in (_mask(problem), "causal", "full"))
+    return tuple(dict.fromkeys((key(problem, kernel), *kindred)))
+
+
 def shipped(problem: Problem, kernel: str) -> Shape:
     """The table's tile; where nobody has measured one, a small one that fits everywhere."""
-    wide = max(64, *padded_dims(problem))
-    for mask in dict.fromkeys((_mask(problem), "causal", "full")):
-        row = SHIPPED.get(_row(problem, kernel, f"d{wide}", mask))
-        if row is not None:
-            return row
-    return _careful(problem, kernel, wide)
+    for row in rows(problem, kernel):
+        if row in SHIPPED:
+            return SHIPPED[row]
+    return _careful(problem, kernel)
 
 
-def _careful(problem: Problem, kernel: str, wide: int) -> Shape:
+def _careful(problem: Problem, kernel: str) -> Shape:
     """Fits the shared memory of every family, and mostly the registers, whatever else a score needs."""
-    row_bytes = wide * problem.dtype.itemsize
+    row_bytes = max(64, *padded_dims(problem)) * problem.dtype.itemsize
     resident, streamed = (64, 64) if row_bytes <= 128 else (64, 32) if row_bytes <= 256 else (32, 32)
     if row_bytes > 512:
         resident, streamed = 16, 16
@@ -121,7 +127,7 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
                 for num_stages in (1, 2, 3, 4):
                     if num_warps == 8 and resident < 64:
                         continue  # too few rows to share
-                    if resident < 64 and sum(padded_dims(problem)) * problem.dtype.itemsize <= 1024:
+                    if resident < 64 and d * problem.dtype.itemsize <= 1024:
                         continue  # only very wide rows want so few of them
                     if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
                         block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
