@@ -32,9 +32,15 @@ def adapt(
     if attn_mask is not None:
         if cast_to is not None and attn_mask.dtype not in (torch.bool, torch.float32, problem.dtype):
             attn_mask = attn_mask.to(problem.dtype)
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # leading dims broadcast
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].resolve_neg()  # leading dims broadcast
     seed = _seed(dropout_seed, q.device) if problem.dropout_p else None
-    return q, k, v, Extras(attn_mask, alibi_slopes, sinks, q_lens, kv_lens, seed)
+    small = (_dense(tensor) for tensor in (alibi_slopes, sinks, q_lens, kv_lens, seed))
+    return q, k, v, Extras(attn_mask, *small)
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    """One of the small extras, contiguous: a copy of a few numbers, in place of a stride argument of every kernel."""
+    return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
 def as_bshd(tensor: Tensor, problem: Problem, cast_to: torch.dtype | None) -> Tensor:

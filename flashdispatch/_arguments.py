@@ -133,6 +133,20 @@ def refuse_forward_mode(args: Arguments) -> None:
             )
 
 
+def refuse_lost_gradients(args: Arguments) -> None:
+    """Inside torch.func.vmap: raises InvalidRequestError when what is mapped over requires a gradient.
+
+    The mapped tensor's own flag says no, so no gradient would be recorded, and it would be lost without a word.
+    """
+    for name, value in args._asdict().items():
+        inner = value
+        while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+            if inner.requires_grad and not value.requires_grad:
+                _bad(f"{name} is mapped over by torch.func.vmap and requires a gradient, which would be lost; make the "
+                     "mapped dim part of the batch, or detach it", args)  # fmt: skip
+
+
 class _Sizes(NamedTuple):
     batch: int
     heads_q: int
@@ -154,10 +168,14 @@ def _bad_type(message: str, args: Arguments) -> NoReturn:
 def _shapes(args: Arguments) -> str:
     given = ((name, getattr(args, name)) for name in ("q", "k", "v"))
     shown = [
-        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} {t.device}" if isinstance(t, Tensor) else name
+        f"{name} {_shape(t)} {str(t.dtype).removeprefix('torch.')} {t.device}" if isinstance(t, Tensor) else name
         for name, t in given
     ]
     return f"{', '.join(shown)}, layout {args.layout!r}"
+
+
+def _shape(tensor: Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tuple(tensor.shape))
 
 
 def _concrete(args: Arguments) -> Arguments:

@@ -17,6 +17,7 @@ from flashdispatch._arguments import (
     check,
     fp32_precision,
     refuse_forward_mode,
+    refuse_lost_gradients,
 )
 from flashdispatch._registry import Names
 from flashdispatch_registry.backend import Extras
@@ -207,13 +208,16 @@ def attention(
         # An argument that is no tensor, not hashable, or has no strides. The checks below name it, or find it good and
         # run it uncached.
         key = call = None
-    if call is None or forward_ad._current_level >= 0:
+    transformed = torch._C._are_functorch_transforms_active()
+    if call is None or forward_ad._current_level >= 0 or transformed:
         args = Arguments(
             q, k, v, causal, window, attn_mask, alibi_slopes, sinks, q_lens, kv_lens, scale, softcap, dropout_p,
             dropout_seed, layout, return_lse, deterministic,
         )  # fmt: skip
         if forward_ad._current_level >= 0:
             refuse_forward_mode(args)
+        if transformed and records:
+            refuse_lost_gradients(args)
         asked = _forcing.Asked(backend, _settings.text(environment), context, default)
         disable = _settings.text(disable)
         if not _runs_eagerly(args):

@@ -181,11 +181,11 @@ class Bound:
     ) -> Gradients:
         if dout is None:
             dout = torch.zeros(self.out_shape, dtype=self.dtype, device=self.device)
-        elif dout.stride(-1) != 1:
+        elif dout.stride(-1) != 1 or dout.is_neg():
             # An expanded dout, as out.sum().backward() sends, has stride 0: made dense once, for every backend.
-            dout = dout.contiguous()
+            dout = dout.resolve_neg().contiguous()
         if dlse is not None:
-            dlse = dlse.contiguous()
+            dlse = dlse.resolve_neg().contiguous()
         try:
             return self.backend.backward(self.problem, saved, dout, dlse, needs)
         except Exception as error:

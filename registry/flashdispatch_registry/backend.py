@@ -31,7 +31,7 @@ RESERVED_NAMES = frozenset({"auto"})
 
 
 class Extras(NamedTuple):
-    """The optional tensors of a call, each None when not given. All on q's device."""
+    """The optional tensors of a call, each None when not given. All on q's device, all but attn_mask contiguous."""
 
     attn_mask: Tensor | None = None
     """(B|1, Hq|1, Sq|1, Sk|1): bool (True = attend), or q's dtype or float32 (added). Any strides; never expanded."""

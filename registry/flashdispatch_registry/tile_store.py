@@ -28,7 +28,7 @@ from platformdirs import user_cache_path
 
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import BackendSpec
-from flashdispatch_registry.errors import InvalidRequestError
+from flashdispatch_registry.errors import InvalidRequestError, SettingsError
 from flashdispatch_registry.kernels import Tile
 
 log = logging.getLogger("flashdispatch")
@@ -89,9 +89,17 @@ def path_of(backend: str, fingerprint: Mapping[str, str]) -> Path:
 
 
 def cache_dir() -> Path:
-    """FLASHDISPATCH_CACHE_DIR, else the user's cache folder for flashdispatch. It may not exist yet."""
+    """FLASHDISPATCH_CACHE_DIR, else the user's cache folder for flashdispatch. It may not exist yet.
+
+    Raises SettingsError for the home folder of a user that there is not.
+    """
     named = os.environ.get(CACHE_DIR, "").strip()
-    return Path(named).expanduser() if named else user_cache_path("flashdispatch", appauthor=False)
+    if not named:
+        return user_cache_path("flashdispatch", appauthor=False)
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{CACHE_DIR}={named!r}: {error}") from error
 
 
 def fingerprint_of(spec: BackendSpec, device_index: int | None = None) -> dict[str, str]:
@@ -169,7 +177,7 @@ def _read(path: Path, backend: str, fingerprint: Mapping[str, str]) -> dict[str,
         return _parse(path.read_text(encoding="utf-8"), backend, fingerprint)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         log.warning("tuned tiles in %s are not used: %s", path, error)
         return {}
 

@@ -25,7 +25,7 @@ from flashdispatch_registry.problem import DTYPE_NAMES
 
 DTYPES = (torch.float16, torch.float32)
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-BLOCKS = Path(__file__).with_name("triton_fa2_blocks.py")
+BLOCKS, FAULTS = (Path(__file__).with_name(f"triton_fa2_{name}.py") for name in ("blocks", "faults"))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -147,3 +147,25 @@ def test_heavy_blocks_come_first(blocks: Any) -> None:
         "dkdv full": [0, 64],
         "dkdv causal": [0, 64],  # the first keys are seen by the most queries
     }
+
+
+# What was once wrong
+
+
+@pytest.fixture(scope="module")
+def errors() -> Any:
+    done = subprocess.run([sys.executable, str(FAULTS)], capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "strided lengths", "expanded lengths", "strided sinks", "expanded sinks", "strided slopes", "transposed slopes",
+        "slopes expanded over the heads", "a strided seed", "a mask with the negative bit", "softcap 50", "softcap 1e6",
+        "softcap 1e30", "saved tensors made dense",
+    ],
+)  # fmt: skip
+def test_it_is_right_with(fault: str, errors: Any) -> None:
+    assert errors[fault] < 3e-6

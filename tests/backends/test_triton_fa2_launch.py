@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from flashdispatch_backends.triton_fa2 import launch as launching
 from flashdispatch_backends.triton_fa2 import tiles
 from flashdispatch_backends.triton_fa2.arguments import Launch, backward_launches, described, forward_launch
 from flashdispatch_backends.triton_fa2.compile import KERNELS
 from flashdispatch_backends.triton_fa2.launch import TritonFA2
 from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, SHIPPED, Shape, family, padded
 from flashdispatch_registry import Band, Extras, Needs, Problem
+from flashdispatch_registry.errors import InvalidRequestError
 from flashdispatch_registry.kernels import Inspectable, PreparesTiles, Tunable
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
@@ -266,7 +268,7 @@ def launches(
     needs = Needs(*(name in asked.needs_grad for name in Needs._fields))
     dout = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     yield forward_launch(asked, q, k, v, extras, shape_of)
-    yield from backward_launches(asked, q, k, v, dout, extras, False, needs, shape_of)
+    yield from backward_launches(asked, q, k, v, dout, dout, extras, False, needs, shape_of)
 
 
 def argument(launch: Launch, name: str) -> tuple[str, Any]:
@@ -399,3 +401,40 @@ def test_no_distance_overflows_32_bits() -> None:
     (forward, *_) = launches(*qkv(), band=Band(left=2**40, right=2**40))
     assert argument(forward, "left") == ("i32", 512)
     assert argument(forward, "right") == ("i32", 512)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        {"block_m": 64},
+        {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2, "more": 1},
+        {"block_m": -16, "block_n": 64, "num_warps": 4, "num_stages": 2},
+        {"block_m": 0, "block_n": 64, "num_warps": 4, "num_stages": 2},
+        {"block_m": 48, "block_n": 64, "num_warps": 4, "num_stages": 2},
+        {"block_m": 64, "block_n": 64, "num_warps": 3, "num_stages": 2},
+        {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 0},
+    ],
+)
+def test_what_is_no_tile_is_never_used(tile: dict[str, int], backend: TritonFA2, caplog: Any) -> None:
+    with pytest.raises(ValueError, match=r"block_m"):
+        backend.set_tile(problem(), "forward", tile)
+    good = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
+    assert launching._checked({"bad": tile, "good": good}) == {"good": Shape(**good)}
+    assert "the tuned tile of bad is not used" in caplog.text
+
+
+def test_a_kernel_that_there_is_not_has_no_tile(backend: TritonFA2) -> None:
+    with pytest.raises(ValueError, match="no kernel 'nope'; it has forward"):
+        backend.set_tile(problem(), "nope", SHIPPED["forward/sm_90/16bit/d64/full"]._asdict())
+
+
+def test_a_tuned_tile_serves_kindred_masks(backend: TritonFA2) -> None:
+    tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
+    backend.set_tile(problem(band=Band(None, 0)), "forward", tile)
+    assert backend.tile(problem(band=Band(9, 0)), "forward") == tile  # a window reads the causal row
+    assert backend.tile(problem(), "forward") != tile
+
+
+def test_an_architecture_that_triton_can_not_compile_for_is_an_error_of_ours(backend: TritonFA2) -> None:
+    with pytest.raises(InvalidRequestError, match="can't compile for sm_999"):
+        backend.facts(problem(arch="sm_999", needs_grad=()))

@@ -183,3 +183,20 @@ def test_a_list_window_is_taken_as_a_tuple() -> None:
     q, k, v = (T(2, 8, 4, 16) for _ in range(3))
     listed = flashdispatch.attention(q, k, v, window=[2, 0])  # type: ignore[call-overload]
     assert torch.equal(listed, flashdispatch.attention(q, k, v, window=(2, 0)))
+
+
+def test_a_gradient_that_vmap_would_lose_is_refused(qkv: Any) -> None:
+    q, k, v = qkv()
+    mapped = torch.stack([q, q]).requires_grad_()
+    with pytest.raises(InvalidRequestError, match=r"q is mapped over by torch\.func\.vmap and requires a gradient"):
+        torch.vmap(lambda one: flashdispatch.attention(one, k, v))(mapped)
+    out = torch.vmap(lambda one: flashdispatch.attention(one, k, v, backend="torch_reference"))(mapped.detach())
+    assert torch.equal(out[0], flashdispatch.attention(q, k, v, backend="torch_reference"))
+
+
+def test_nested_tensors_are_refused_with_what_would_help(qkv: Any) -> None:
+    _, k, v = qkv()
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.randn(3, 4, 16), torch.randn(5, 4, 16)])
+    with pytest.raises(InvalidRequestError, match=r"q must be a dense \(strided\) tensor; pad it and give q_lens"):
+        flashdispatch.attention(nested, k, v)

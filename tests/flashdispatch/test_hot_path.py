@@ -235,3 +235,19 @@ def test_a_cached_call_does_not_let_a_wrong_type_through(qkv: Any, changed: dict
     attention(*inputs, **right)
     with pytest.raises((TypeError, ValueError)):
         attention(*inputs, **(right | changed))
+
+
+def test_the_small_extras_arrive_contiguous(add_backend: Any, qkv: Any) -> None:
+    given: list[Any] = []
+
+    spy = add_backend("seen")
+    forward = spy.forward
+    spy.forward = lambda problem, q, k, v, extras: (given.append(extras), forward(problem, q, k, v, extras))[1]
+    strided = torch.tensor([3, 99, 5, 99], dtype=torch.int32)[::2]
+    attention(
+        *qkv(), q_lens=strided, kv_lens=strided, sinks=torch.ones(1).expand(4), alibi_slopes=torch.rand(4, 2).t(),
+        dropout_p=0.5, dropout_seed=torch.tensor([1, 9, 2, 9])[::2], backend="seen",
+    )  # fmt: skip
+    assert given[0].q_lens.tolist() == [3, 5]
+    assert given[0].dropout_seed.tolist() == [1, 2]
+    assert all(extra.is_contiguous() for extra in given[0][1:])

@@ -21,6 +21,8 @@ from flashdispatch_registry import Extras, Gradients, Needs, Problem
 from flashdispatch_registry.layout import dense_strides, output_strides
 
 LOG2E = math.log2(math.e)
+LARGE = 1e38
+"""Of float32: times log2(e) it is still finite, and not much more is."""
 MASK_PARTS = 64
 """Most pieces in which the gradient of a mask without rows is summed: enough programs, little memory."""
 KNOWN_STRIDES = frozenset({"stride_mm", "stride_mn"})
@@ -65,11 +67,10 @@ def forward_launch(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Ex
 
 
 def backward_launches(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras, with_dlse: bool, needs: Needs,
-    shape_of: ShapeOf,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, extras: Extras, with_dlse: bool,
+    needs: Needs, shape_of: ShapeOf,
 ) -> list[Launch]:  # fmt: skip
     """The backward's launches, in their order: dq first, which leaves Delta to the others."""
-    out = _meta(dout.shape, q.dtype, output_strides(dout.shape, q.stride(), problem.layout))
     gradients = gradients_like(q, k, v, needs)
     strided = {
         "q": q, "k": k, "v": v, "o": out, "do": dout, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v,
@@ -128,7 +129,7 @@ def described(problem: Problem, mask_dtype: torch.dtype, shape_of: ShapeOf) -> l
     if problem.needs_backward:
         needs = Needs(*(name in problem.needs_grad for name in Needs._fields))
         for with_dlse in (False, True) if problem.needs_lse_grad else (False,):
-            launches += backward_launches(problem, q, k, v, dout, extras, with_dlse, needs, shape_of)
+            launches += backward_launches(problem, q, k, v, dout, dout, extras, with_dlse, needs, shape_of)
     return launches
 
 
@@ -182,7 +183,8 @@ def _values(
 ) -> dict[str, Any]:
     """Numbers and constants under the kernels' names, for all kernels; None is what a call does not have."""
     band, mask, slopes, p = problem.band, extras.attn_mask, extras.alibi_slopes, problem.dropout_p
-    natural = problem.attn_mask == "float"
+    # Natural where log2(e) times a number of the call could overflow: a mask's, or the call's own.
+    natural = problem.attn_mask == "float" or max(abs(problem.scale), problem.softcap or 0.0) > LARGE
     unit = 1.0 if natural else LOG2E  # see scores.py
     scale, softcap = problem.scale * unit, None
     if problem.softcap is not None:
@@ -201,7 +203,7 @@ def _values(
         "D": problem.head_dim, "DV": problem.head_dim_v,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         "TOP_LEFT": band.align == "top_left", "MASK": problem.attn_mask, "NATURAL": natural,
-        "PLAIN": problem.softcap is None and mask is None and slopes is None and problem.scale >= 0,
+        "PLAIN": not natural and problem.softcap is None and mask is None and slopes is None and problem.scale >= 0,
         "PRECISION": precision(problem),
     }  # fmt: skip
     for letter, tensor in strided.items():

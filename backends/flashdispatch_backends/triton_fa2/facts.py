@@ -32,7 +32,10 @@ def facts(recipe: Recipe, arch: str) -> KernelFacts:
     number = sm_number(arch)
     if number is None:
         raise InvalidRequestError(f"Triton compiles for NVIDIA architectures such as sm_90, not for {arch}")
-    kernel = build(recipe, number)
+    try:
+        kernel = build(recipe, number)
+    except RuntimeError as error:
+        raise InvalidRequestError(f"Triton {triton.__version__} can't compile for {arch}: {error}") from error
     usage, sass = _disassemble(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     return KernelFacts(

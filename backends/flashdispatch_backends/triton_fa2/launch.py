@@ -7,6 +7,7 @@ as it is, with addresses as plain integers, which Triton's launcher takes withou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, t
 from flashdispatch_registry.kernels import KernelFacts, Tile
 from flashdispatch_registry.layout import output_strides
 
+log = logging.getLogger("flashdispatch")
+
 NO_EXTRAS = Extras()
 BOUND_LIMIT = 1024
 """Kinds of call that are remembered here; beyond it all are forgotten."""
@@ -52,7 +55,7 @@ class TritonFA2:
 
     def __init__(self) -> None:
         self._tiles: dict[str, Shape] = {}
-        self._tuned: dict[int, tuple[str, Mapping[str, Tile]]] = {}
+        self._tuned: dict[int, tuple[str, Mapping[str, Shape]]] = {}
         self._bound: dict[Any, Any] = {}
 
     # The contract
@@ -78,10 +81,11 @@ class TritonFA2:
         """FA-2 Algorithm 2, as two passes."""
         q, k, v, out, lse, *given = saved
         extras = _unpack(problem, given)
-        key = (problem, _metadata(q, k, v, extras), dout.stride(), dlse is not None, needs)
+        lse = lse.contiguous()  # a hook on saved tensors may give them back with other strides
+        key = (problem, _metadata(q, k, v, extras), out.stride(), dout.stride(), dlse is not None, needs)
         bound = self._bound.get(key)
         if bound is None:
-            bound = BoundBackward(problem, q, k, v, dout, extras, dlse is not None, needs, self.shape)
+            bound = BoundBackward(problem, q, k, v, out, dout, extras, dlse is not None, needs, self.shape)
             self._remember(key, bound)
         result: Gradients = bound(q, k, v, out, lse, dout, dlse, extras)
         return result
@@ -128,19 +132,24 @@ class TritonFA2:
         return self.shape(problem, kernel)._asdict()
 
     def set_tile(self, problem: Problem, kernel: str, tile: Tile | None) -> None:
-        """Uses `tile` for calls that are bound from now on; None goes back to what was tuned or shipped."""
+        """Uses `tile` for calls that are bound from now on; None goes back to what was tuned or shipped.
+
+        Raises ValueError for an unknown kernel and for what is no tile.
+        """
+        if kernel not in KERNELS:
+            raise ValueError(f"triton_fa2 has no kernel {kernel!r}; it has {', '.join(KERNELS)}")
         self._bound.clear()
         key = tiles.key(problem, kernel)
         if tile is None:
             self._tiles.pop(key, None)
         else:
-            self._tiles[key] = Shape(**tile)
+            self._tiles[key] = Shape.of(tile)
 
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` in processes beside each other."""
         (launch, *_) = (x for x in described(problem, problem.dtype, self.shape) if x.recipe.kernel == kernel)
         compile_in_processes(
-            [launch.recipe.with_shape(Shape(**tile)) for tile in tiles], torch.cuda.get_device_capability()
+            [launch.recipe.with_shape(Shape.of(tile)) for tile in tiles], torch.cuda.get_device_capability()
         )
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
@@ -151,17 +160,17 @@ class TritonFA2:
                 return self._tiles[row]
         for row in rows:
             if row in tuned:
-                return Shape(**tuned[row])
+                return tuned[row]
         return tiles.shipped(problem, kernel)
 
-    def _tuned_here(self, problem: Problem) -> Mapping[str, Tile]:
+    def _tuned_here(self, problem: Problem) -> Mapping[str, Shape]:
         """What was tuned on the current GPU; nothing for a problem of another architecture."""
         if problem.device_type != "cuda" or not torch.cuda.is_available():
             return {}
         index = torch.cuda.current_device()
         if index not in self._tuned:
             fingerprint = tile_store.fingerprint_of(SPEC, index)
-            self._tuned[index] = (fingerprint["arch"], tile_store.load(SPEC.name, fingerprint))
+            self._tuned[index] = (fingerprint["arch"], _checked(tile_store.load(SPEC.name, fingerprint)))
         arch, tuned = self._tuned[index]
         return tuned if arch == problem.arch else {}
 
@@ -256,10 +265,10 @@ class BoundBackward:
     """The backward of every call with one call's metadata."""
 
     def __init__(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras, with_dlse: bool,
-        needs: Needs, shape_of: Callable[[Problem, str], Shape],
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, extras: Extras,
+        with_dlse: bool, needs: Needs, shape_of: Callable[[Problem, str], Shape],
     ) -> None:  # fmt: skip
-        launches = backward_launches(problem, q, k, v, dout, extras, with_dlse, needs, shape_of)
+        launches = backward_launches(problem, q, k, v, out, dout, extras, with_dlse, needs, shape_of)
         self.kernels = [BoundKernel(launch, q.device) for launch in launches]
         self.device, self.dtype = q.device, q.dtype
         like = gradients_like(q, k, v, needs)[:3]
@@ -269,7 +278,7 @@ class BoundBackward:
         self.dmask_shape: tuple[int, ...] | None = None
         if needs.attn_mask and extras.attn_mask is not None:
             self.dmask_shape = dmask_shape(extras.attn_mask, q, k, shape_of(problem, "dmask"))
-        self.natural = problem.attn_mask == "float"
+        self.coarse = any("total" in launch.pointers for launch in launches)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
@@ -284,7 +293,7 @@ class BoundBackward:
         dmask = None if self.dmask_shape is None else lse.new_empty(self.dmask_shape)
         tensors: dict[str, Tensor | None] = {
             "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": torch.empty_like(lse),
-            "total": torch.empty_like(lse) if self.natural else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+            "total": torch.empty_like(lse) if self.coarse else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
             "dmask": dmask,
         } | pointers_of(extras)  # fmt: skip
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
@@ -296,6 +305,17 @@ class BoundBackward:
         if dmask is not None and extras.attn_mask is not None:
             summed = dmask.sum_to_size(extras.attn_mask.shape).to(extras.attn_mask.dtype)
         return Gradients(dq, dk, dv, summed, None if dsinks is None else dsinks.sum(dim=(0, 2)))
+
+
+def _checked(tuned: Mapping[str, Tile]) -> Mapping[str, Shape]:
+    """What was kept on disk, without what is no tile: a warning says so, and the shipped one is used."""
+    good = {}
+    for key, tile in tuned.items():
+        try:
+            good[key] = Shape.of(tile)
+        except ValueError as error:
+            log.warning("the tuned tile of %s is not used: %s", key, error)
+    return good
 
 
 def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, ...]:

@@ -167,6 +167,15 @@ def exponential(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """Tanh in float32, right to a few last digits everywhere: a large softcap lives from small arguments."""
+    from_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)  # near 0 it loses what 1 - 1 loses
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, from_exp)
+
+
+@triton.jit
 def scores(
     qk, i, j, row, key, shift, q_len, kv_len, left, right, scale, softcap, slope, mask, stride_mm, stride_mn,
     CUT: tl.constexpr, ALIBI: tl.constexpr,
@@ -180,7 +189,7 @@ def scores(
     S = qk * scale
     tanh = S
     if softcap is not None:
-        tanh = 1.0 - 2.0 / (tl.exp2(S * (2.0 * LOG2E)) + 1.0)
+        tanh = _tanh(S)
         S = tanh * softcap
     if MASK is not None:
         within = i < q_len

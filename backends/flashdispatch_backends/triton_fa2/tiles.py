@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from flashdispatch_registry.arch import sm_number
+from flashdispatch_registry.kernels import Tile
 from flashdispatch_registry.problem import Problem
 
 
@@ -27,6 +28,23 @@ class Shape(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+    @classmethod
+    def of(cls, tile: Tile) -> Shape:
+        """A tile from elsewhere, checked: a kernel with another one would read and write where it must not.
+
+        Raises ValueError.
+        """
+        if set(tile) != set(cls._fields):
+            raise ValueError(f"a tile of triton_fa2 has {', '.join(cls._fields)}, got {dict(tile)}")
+        shape = cls(**tile)
+        sizes_fit = all(16 <= size <= 256 and size.bit_count() == 1 for size in shape[:2])
+        if not sizes_fit or shape.num_warps not in (1, 2, 4, 8, 16) or not 1 <= shape.num_stages <= 8:
+            raise ValueError(
+                "block_m and block_n are powers of two from 16 to 256, num_warps one up to 16, num_stages 1 to 8, got "
+                f"{dict(tile)}"
+            )
+        return shape
 
 
 SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
@@ -80,6 +98,10 @@ def _row(problem: Problem, kernel: str, dims: str, mask: str) -> str:
     return "/".join((kernel, family(problem.arch), number, dims, mask, *_extra(problem)))
 
 
+MASKS = ("window", "causal", "full")
+"""Masks of position; a problem without a row of its own reads one further right."""
+
+
 def _mask(problem: Problem) -> str:
     if problem.band.is_full:
         return "full"
@@ -94,10 +116,10 @@ def _extra(problem: Problem) -> tuple[str, ...]:
 
 
 def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
-    """The rows that a problem may read, best first: its own, then those of wider head dims and of kindred masks."""
+    """The rows that a problem may read, best first: its own, that of the wider head dim, those of plainer masks."""
     wide = f"d{max(64, *padded_dims(problem))}"
-    kindred = (_row(problem, kernel, wide, mask) for mask in (_mask(problem), "causal", "full"))
-    return tuple(dict.fromkeys((key(problem, kernel), *kindred)))
+    plainer = MASKS[MASKS.index(_mask(problem)) :]
+    return tuple(dict.fromkeys((key(problem, kernel), *(_row(problem, kernel, wide, mask) for mask in plainer))))
 
 
 def shipped(problem: Problem, kernel: str) -> Shape:
