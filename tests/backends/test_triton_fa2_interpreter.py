@@ -169,3 +169,7 @@ def errors() -> Any:
 )  # fmt: skip
 def test_it_is_right_with(fault: str, errors: Any) -> None:
     assert errors[fault] < 3e-6
+
+
+def test_the_kernels_take_sequences_that_are_packed_behind_each_other(errors: Any) -> None:
+    assert errors["packed"] < 3e-6

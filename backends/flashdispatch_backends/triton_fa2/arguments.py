@@ -195,6 +195,7 @@ def _values(
         "stride_slopes": None if slopes is None else slopes.stride(0) if slopes.dim() == 2 else 0,
         "batch": q.shape[0], "heads": q.shape[2], "group": problem.group, "GROUP": problem.group,
         "seqlen_q": q.shape[1], "seqlen_k": k.shape[1],
+        "stride_lb": q.shape[2] * q.shape[1], "stride_lh": q.shape[1],  # of LSE, Delta, dLSE and total
         "left": None if band.left is None else min(band.left, beyond),
         "right": None if band.right is None else min(band.right, beyond),
         "scale": float(scale), "softcap": softcap, "gradient_scale": float(problem.scale),

@@ -78,7 +78,7 @@ def dq_kernel(
     q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
-    stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
@@ -97,14 +97,14 @@ def dq_kernel(
     b, h = bh // heads, bh % heads
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 
-    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
-    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    q_start, q_len, q_end = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len, _ = sequence(k_starts, kv_lens, b, seqlen_k)
     q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
     out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
     dout += b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
     k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
     v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs
-    row_base = (b64 * heads + h64) * seqlen_q + q_start
+    row_base = b64 * stride_lb + h64 * stride_lh + q_start
 
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -117,7 +117,7 @@ def dq_kernel(
     if dlse is not None:
         Delta -= load_rows(dlse + row_base, first, q_len, BLOCK_M)
     Delta = tl.where(LSE == float("inf"), 0.0, Delta)
-    tl.store(delta + row_base + rows, Delta, mask=rows < seqlen_q)
+    tl.store(delta + row_base + rows, Delta, mask=rows < q_end)
     slope = 0.0
     if slopes is not None:
         slope = in_units(tl.load(slopes + b * stride_slopes + h), NATURAL)
@@ -175,7 +175,7 @@ def dq_kernel(
                     dS *= 1.0 - tanh * tanh
                 acc = tl.dot(dS.to(K.dtype), K, acc, input_precision=PRECISION)
         dq += b64 * stride_dqb + h64 * stride_dqh + q_start * stride_dqs
-        store_tile(dq, acc * gradient_scale, first, stride_dqs, seqlen_q, BLOCK_M, BLOCK_D, D)
+        store_tile(dq, acc * gradient_scale, first, stride_dqs, q_end, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def dkdv_kernel(
     q, k, v, lse, dout, delta, total, dk, dv, mask, slopes, q_lens, kv_lens, seed, q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
@@ -197,8 +197,8 @@ def dkdv_kernel(
     b, kv_head = (pid // blocks) // heads_kv, (pid // blocks) % heads_kv
     b64, kv64 = tl.cast(b, tl.int64), tl.cast(kv_head, tl.int64)
 
-    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
-    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    q_start, q_len, _ = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len, k_end = sequence(k_starts, kv_lens, b, seqlen_k)
     k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
     v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs
 
@@ -216,7 +216,7 @@ def dkdv_kernel(
             h = kv_head * GROUP + member
             h64 = tl.cast(h, tl.int64)
             bh = b * heads + h
-            row_base = (b64 * heads + h64) * seqlen_q + q_start
+            row_base = b64 * stride_lb + h64 * stride_lh + q_start
             q_h = q + b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
             dout_h = dout + b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
             slope = 0.0
@@ -257,7 +257,7 @@ def dkdv_kernel(
                         acc_k = tl.dot(dST.to(Q.dtype), Q, acc_k, input_precision=PRECISION)
     if dk is not None:
         dk += b64 * stride_dkb + kv64 * stride_dkh + k_start * stride_dks
-        store_tile(dk, acc_k * gradient_scale, first, stride_dks, seqlen_k, BLOCK_N, BLOCK_D, D)
+        store_tile(dk, acc_k * gradient_scale, first, stride_dks, k_end, BLOCK_N, BLOCK_D, D)
     if dv is not None:
         dv += b64 * stride_dvb + kv64 * stride_dvh + k_start * stride_dvs
-        store_tile(dv, acc_v, first, stride_dvs, seqlen_k, BLOCK_N, BLOCK_DV, DV)
+        store_tile(dv, acc_v, first, stride_dvs, k_end, BLOCK_N, BLOCK_DV, DV)

@@ -35,6 +35,8 @@ KERNELS: dict[str, Any] = {
 }
 ALIGNED_POINTERS = frozenset({"q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"})
 MASK_STRIDES = frozenset({"stride_mb", "stride_mh", "stride_mm", "stride_mn"})
+UNKNOWN_STRIDES = frozenset({"stride_slopes", "stride_lb", "stride_lh"})
+"""Of single numbers: no load is wide along them."""
 ALIGNMENT = 16
 """Bytes: what the widest load of a thread wants of an address."""
 STRIDE_UNIT = 8
@@ -91,7 +93,8 @@ def _known_unit(name: str, recipe: Recipe) -> int:
         return ALIGNMENT if recipe.aligned_mask else 1
     if name in ALIGNED_POINTERS:
         return ALIGNMENT if recipe.aligned else 1
-    return STRIDE_UNIT if recipe.aligned and name.startswith("stride_") and name != "stride_slopes" else 1
+    known = recipe.aligned and name.startswith("stride_") and name not in UNKNOWN_STRIDES
+    return STRIDE_UNIT if known else 1
 
 
 _compiled: dict[tuple[Recipe, int], Any] = {}

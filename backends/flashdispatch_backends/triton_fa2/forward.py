@@ -28,7 +28,7 @@ hardware        tl.dot becomes mma.sync on sm_80, sm_86 and sm_120, wgmma on sm_
                 has at least 64 rows (else mma.sync). P goes to the second product without passing through shared
                 memory: in registers, on sm_100 in tensor memory, where acc lies, too. K and V are copied
                 asynchronously, num_stages - 1 blocks ahead.
-the tail        Rows past a sequence's length are stored as out = 0 and LSE = -inf; nothing is written past Sq.
+the tail        Rows past a sequence's length are stored as out = 0 and LSE = -inf; nothing is written past its end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from flashdispatch_backends.triton_fa2.scores import (
 def forward_kernel(
     q, k, v, out, lse, mask, slopes, sinks, q_lens, kv_lens, seed, q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
@@ -72,8 +72,8 @@ def forward_kernel(
     b, h = bh // heads, bh % heads
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 
-    q_start, q_len = sequence(q_starts, q_lens, b, seqlen_q)
-    k_start, kv_len = sequence(k_starts, kv_lens, b, seqlen_k)
+    q_start, q_len, q_end = sequence(q_starts, q_lens, b, seqlen_q)
+    k_start, kv_len, _ = sequence(k_starts, kv_lens, b, seqlen_k)
     q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
     out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
     k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
@@ -133,8 +133,8 @@ def forward_kernel(
     if seed is not None:
         acc *= kept
     O = tl.where(inside[:, None], acc / tl.where(l == 0.0, 1.0, l)[:, None], 0.0)
-    store_tile(out, O, first, stride_os, seqlen_q, BLOCK_M, BLOCK_DV, DV)
+    store_tile(out, O, first, stride_os, q_end, BLOCK_M, BLOCK_DV, DV)
     if lse is not None:
         m = tl.where(inside, m, float("-inf"))
         LSE = m + tl.log2(l) / LOG2E if NATURAL else (m + tl.log2(l)) / LOG2E  # log2(0) = -inf: no key
-        tl.store(lse + b64 * heads * seqlen_q + h64 * seqlen_q + q_start + rows, LSE, mask=rows < seqlen_q)
+        tl.store(lse + b64 * stride_lb + h64 * stride_lh + q_start + rows, LSE, mask=rows < q_end)

@@ -40,7 +40,7 @@ from flashdispatch_backends.triton_fa2.scores import (
 def dmask_kernel(
     q, k, v, lse, dout, delta, total, dmask, mask, slopes, q_lens, kv_lens, seed,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_doh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
+    stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
     batch, heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, parts,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -73,8 +73,8 @@ def dmask_kernel(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in tl.range(first_b, end_b):
-        q_len = sequence(None, q_lens, b, seqlen_q)[1]
-        kv_len = sequence(None, kv_lens, b, seqlen_k)[1]
+        _, q_len, _ = sequence(None, q_lens, b, seqlen_q)
+        _, kv_len, _ = sequence(None, kv_lens, b, seqlen_k)
         shift = diagonal(q_len, kv_len, TOP_LEFT)
         b64 = tl.cast(b, tl.int64)
         for h in tl.range(first_h, end_h):
@@ -84,7 +84,7 @@ def dmask_kernel(
                 slope = tl.load(slopes + b * stride_slopes + h)
             q_h = q + b64 * stride_qb + h64 * stride_qh
             dout_h = dout + b64 * stride_dob + h64 * stride_doh
-            row_base = (b64 * heads + h64) * seqlen_q
+            row_base = b64 * stride_lb + h64 * stride_lh
             mask_h = mask + b64 * stride_mb + h64 * stride_mh
             K = load_tile(k + b64 * stride_kb + kv64 * stride_kh, key, stride_ks, kv_len, BLOCK_N, BLOCK_D, D, True)
             V = load_tile(v + b64 * stride_vb + kv64 * stride_vh, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, True)

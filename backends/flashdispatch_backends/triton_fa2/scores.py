@@ -20,17 +20,20 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sequence(starts, lengths, b, limit):
-    """(start, length) of sequence b: `start` rows into its tensor, `length` rows long.
+    """(start, length, end) of sequence b: `start` rows into its tensor, `length` rows long, its own up to row `end`.
 
-    Padded batches have a stride per sequence instead of starts; lengths outside 0..limit are clamped, never trusted.
+    Padded batches have a stride per sequence instead of starts, and own their padding, which results fill with zeros.
+    Sequences packed behind each other own nothing past their length. Lengths outside 0..limit are clamped.
     """
     start = 0
     length = limit
-    if starts is not None:
-        start = tl.load(starts + b)
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), limit)
-    return start, length
+    end = limit
+    if starts is not None:
+        start = tl.load(starts + b)
+        end = length
+    return start, length, end
 
 
 @triton.jit
