@@ -98,7 +98,7 @@ def dq_kernel(
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 
     q_start, q_len, q_end = sequence(q_starts, q_lens, b, seqlen_q)
-    k_start, kv_len, _ = sequence(k_starts, kv_lens, b, seqlen_k)
+    k_start, kv_len, _k_end = sequence(k_starts, kv_lens, b, seqlen_k)
     q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
     out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
     dout += b64 * stride_dob + h64 * stride_doh + q_start * stride_dos
@@ -197,7 +197,7 @@ def dkdv_kernel(
     b, kv_head = (pid // blocks) // heads_kv, (pid // blocks) % heads_kv
     b64, kv64 = tl.cast(b, tl.int64), tl.cast(kv_head, tl.int64)
 
-    q_start, q_len, _ = sequence(q_starts, q_lens, b, seqlen_q)
+    q_start, q_len, _q_end = sequence(q_starts, q_lens, b, seqlen_q)
     k_start, kv_len, k_end = sequence(k_starts, kv_lens, b, seqlen_k)
     k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks
     v += b64 * stride_vb + kv64 * stride_vh + k_start * stride_vs

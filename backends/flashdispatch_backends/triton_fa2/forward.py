@@ -73,7 +73,7 @@ def forward_kernel(
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 
     q_start, q_len, q_end = sequence(q_starts, q_lens, b, seqlen_q)
-    k_start, kv_len, _ = sequence(k_starts, kv_lens, b, seqlen_k)
+    k_start, kv_len, _k_end = sequence(k_starts, kv_lens, b, seqlen_k)
     q += b64 * stride_qb + h64 * stride_qh + q_start * stride_qs
     out += b64 * stride_ob + h64 * stride_oh + q_start * stride_os
     k += b64 * stride_kb + kv64 * stride_kh + k_start * stride_ks

@@ -73,8 +73,8 @@ def dmask_kernel(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in tl.range(first_b, end_b):
-        _, q_len, _ = sequence(None, q_lens, b, seqlen_q)
-        _, kv_len, _ = sequence(None, kv_lens, b, seqlen_k)
+        _q_start, q_len, _q_end = sequence(None, q_lens, b, seqlen_q)
+        _k_start, kv_len, _k_end = sequence(None, kv_lens, b, seqlen_k)
         shift = diagonal(q_len, kv_len, TOP_LEFT)
         b64 = tl.cast(b, tl.int64)
         for h in tl.range(first_h, end_h):
