@@ -184,6 +184,8 @@ SHIPPED: Mapping[str, Shape] = {
     "dkdv/sm_90/16bit/d128/full/extra": Shape(32, 64, 4, 2),
     "dk/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
     "dv/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
+    "dq/sm_90/16bit/d64/full/heavy": Shape(64, 32, 4, 1),
+    "dkdv/sm_90/16bit/d64/full/heavy": Shape(32, 64, 4, 1),
     # sm_90, float32 through bfloat16 parts: forward measured, backward chosen by registers and spills
     "forward/sm_90/32bit-ieee/d64/full": Shape(128, 64, 8, 1),
     "forward/sm_90/32bit-ieee/d128/full": Shape(128, 64, 8, 1),
