@@ -130,7 +130,7 @@ def rows_of_first_program(kernel: str, causal: bool) -> list[int]:
     launch = forward_launch(problem, q, k, v, extras, shape_of)
     if kernel != "forward":
         needs = Needs(q=False, k=True, v=True, attn_mask=False, sinks=False)
-        launches = backward_launches(problem, q, k, v, dout, extras, False, needs, shape_of)
+        launches = backward_launches(problem, q, k, v, dout, dout, extras, False, needs, shape_of)
         (launch,) = (x for x in launches if x.recipe.kernel == kernel)
     written = torch.full_like(q, torch.nan)
     row = torch.zeros(1, 1, 128)
