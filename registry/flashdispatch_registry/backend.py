@@ -46,6 +46,29 @@ class Extras(NamedTuple):
     dropout_seed: Tensor | None = None
     """(2,) int64: Philox key (64 bits) and offset (low 32 bits)."""
 
+    def given(self, problem: Problem) -> tuple[Tensor, ...]:
+        """Those that `problem` has, for a backend to save behind its other tensors."""
+        there = zip(self, _given(problem), strict=True)
+        return tuple(tensor for tensor, is_given in there if is_given and tensor is not None)
+
+    @classmethod
+    def restored(cls, problem: Problem, saved: Iterable[Tensor]) -> Extras:
+        """The inverse of `given`: the problem says which are there."""
+        left = iter(saved)
+        return cls(*(next(left) if is_given else None for is_given in _given(problem)))
+
+
+def _given(problem: Problem) -> tuple[bool, ...]:
+    """Which extras a call has, in the order of `Extras`."""
+    return (
+        problem.attn_mask is not None,
+        problem.alibi,
+        problem.sinks,
+        problem.q_lens,
+        problem.kv_lens,
+        problem.dropout_p > 0,
+    )
+
 
 class Needs(NamedTuple):
     """Which gradients one backward pass must give."""

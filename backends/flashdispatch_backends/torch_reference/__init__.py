@@ -131,7 +131,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -
         tiles.store_column(lse, rows, m_i + l_i.log())
     if tiles.q_lens is not None:  # a sink has given the rows past q_lens an LSE, too
         lse.masked_fill_(torch.arange(seqlen_q, device=q.device) >= tiles.q_lens.view(batch, 1, 1), -math.inf)
-    return Forward(out, lse, _pack(problem, extras, q, k, v, out, lse) if problem.needs_backward else ())
+    return Forward(out, lse, (q, k, v, out, lse, *extras.given(problem)) if problem.needs_backward else ())
 
 
 def _online_softmax(tiles: Tiles, Q_i: Tensor, k: Tensor, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,8 @@ def _online_softmax(tiles: Tiles, Q_i: Tensor, k: Tensor, v: Tensor, rows: slice
 
 def backward(problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
     """FA-2 Algorithm 2, query blocks outermost."""
-    q, k, v, out, lse, extras = _unpack(problem, saved)
+    q, k, v, out, lse, *given = saved
+    extras = Extras.restored(problem, given)
     tiles = Tiles.of(problem, q, k, extras)
     needs_dS = needs.q or needs.k or needs.attn_mask
     dq = empty_gradient(q) if needs.q else None
@@ -278,28 +279,3 @@ def _drop(x: Tensor, dropped: Tensor | None, p: float) -> Tensor:
     if dropped is None:
         return x
     return x.masked_fill(dropped, 0.0).mul_(1 / (1 - p) if p < 1 else 0.0)
-
-
-def _pack(problem: Problem, extras: Extras, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the backward needs: tensors of this call only, so that a traced graph can pass them on by itself."""
-    given = (x for x, is_given in zip(extras, _given(problem), strict=True) if is_given and x is not None)
-    return (*tensors, *given)
-
-
-def _unpack(problem: Problem, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Extras]:
-    """The inverse: q, k, v, out, lse and the extras, which the problem says are there."""
-    q, k, v, out, lse, *given = saved
-    left = iter(given)
-    return q, k, v, out, lse, Extras(*(next(left) if is_given else None for is_given in _given(problem)))
-
-
-def _given(problem: Problem) -> tuple[bool, ...]:
-    """Which extras a call has, in the order of `Extras`."""
-    return (
-        problem.attn_mask is not None,
-        problem.alibi,
-        problem.sinks,
-        problem.q_lens,
-        problem.kv_lens,
-        problem.dropout_p > 0,
-    )

@@ -42,7 +42,6 @@ from flashdispatch_registry.layout import output_strides
 
 log = logging.getLogger("flashdispatch")
 
-NO_EXTRAS = Extras()
 BOUND_LIMIT = 1024
 """Kinds of call that are remembered here; beyond it all are forgotten."""
 
@@ -80,7 +79,7 @@ class TritonFA2:
     ) -> Gradients:
         """FA-2 Algorithm 2, as two passes."""
         q, k, v, out, lse, *given = saved
-        extras = _unpack(problem, given)
+        extras = Extras.restored(problem, given)
         lse = lse.contiguous()  # a hook on saved tensors may give them back with other strides
         key = (problem, _metadata(q, k, v, extras), out.stride(), dout.stride(), dlse is not None, needs)
         bound = self._bound.get(key)
@@ -147,9 +146,10 @@ class TritonFA2:
 
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` in processes beside each other."""
-        (launch, *_) = (x for x in described(problem, problem.dtype, self.shape) if x.recipe.kernel == kernel)
+        shapes = [Shape.of(tile) for tile in tiles]
+        wanted = [recipe for recipe in self._recipes(problem) if recipe.kernel == kernel]
         compile_in_processes(
-            [launch.recipe.with_shape(Shape.of(tile)) for tile in tiles], torch.cuda.get_device_capability()
+            [recipe.with_shape(shape) for recipe in wanted for shape in shapes], torch.cuda.get_device_capability()
         )
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
@@ -256,7 +256,7 @@ def bound_forward(
         kernel(aligned, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
         if not saves or lse is None:
             return Forward(out, lse, ())
-        return Forward(out, lse, (q, k, v, out, lse, *(extra for extra in extras if extra is not None)))
+        return Forward(out, lse, (q, k, v, out, lse, *extras.given(problem)))
 
     return run
 
@@ -322,18 +322,6 @@ def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, 
     """What a launch depends on beside the problem. Dtypes but the mask's, and Dv, are the problem's."""
     given = tuple(None if x is None else (x.stride(), x.dtype) for x in extras)
     return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
-
-
-def _unpack(problem: Problem, given: Sequence[Tensor]) -> Extras:
-    """The extras among the saved tensors: the problem says which are there."""
-    if not given:
-        return NO_EXTRAS
-    left = iter(given)
-    there = (
-        problem.attn_mask is not None, problem.alibi, problem.sinks, problem.q_lens, problem.kv_lens,
-        problem.dropout_p > 0,
-    )  # fmt: skip
-    return Extras(*(next(left) if is_there else None for is_there in there))
 
 
 backend = TritonFA2()
