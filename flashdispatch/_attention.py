@@ -237,7 +237,7 @@ def attention(
         )
     bound = call.bound
     if bound.differentiable:
-        out, lse = _execute.record(bound, q, k, v, extras)
+        out, lse = _execute.record(bound, q, k, v, extras, transformed)
     elif records:
         torch._C._set_grad_enabled(False)  # not `with torch.no_grad()`, which costs five times as much
         try:

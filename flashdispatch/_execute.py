@@ -375,9 +375,11 @@ _unwrap = torch._C._functorch.unwrap_if_dead
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def record(call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
-    """One eager call with gradients: (out, lse), lse None unless asked for."""
-    if torch._C._are_functorch_transforms_active() or extras.attn_mask is not None or extras.sinks is not None:
+def record(
+    call: Bound, q: Tensor, k: Tensor, v: Tensor, extras: Extras, transformed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One eager call with gradients: (out, lse), lse None unless asked for. `transformed`: functorch is at work."""
+    if transformed or extras.attn_mask is not None or extras.sinks is not None:
         more = (extras.attn_mask, extras.sinks)
         result = Attention.apply(call, extras, q, k, v, *more)  # type: ignore[no-untyped-call]  # torch ships no types
     else:

@@ -42,11 +42,18 @@ from flashdispatch_registry.layout import output_strides
 
 log = logging.getLogger("flashdispatch")
 
+NO_EXTRAS = Extras()
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor of a shape, strides and a dtype, with nothing in it."""
+
 BOUND_LIMIT = 1024
 """Kinds of call that are remembered here; beyond it all are forgotten."""
 
 # torch.cuda.current_stream() makes a Stream object and costs 40 times as much. A CPU build of torch has neither.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # noqa: SLF001
+CHECKED = frozenset({"q", "k", "v", "out", "lse", "dout", "mask"})
+"""Tensors that others made: a kernel may use wide loads when they all begin at multiples of `ALIGNMENT`."""
 
 
 class TritonFA2:
@@ -79,7 +86,7 @@ class TritonFA2:
     ) -> Gradients:
         """FA-2 Algorithm 2, as two passes."""
         q, k, v, out, lse, *given = saved
-        extras = Extras.restored(problem, given)
+        extras = Extras.restored(problem, given) if given else NO_EXTRAS
         lse = lse.contiguous()  # a hook on saved tensors may give them back with other strides
         key = (problem, _metadata(q, k, v, extras), out.stride(), dout.stride(), dlse is not None, needs)
         bound = self._bound.get(key)
@@ -201,19 +208,42 @@ class BoundKernel:
             found = self.starters[aligned] = starter(kernel)
         return found
 
-    def __call__(self, aligned: bool, tensors: Tensors) -> None:
-        """Launches on torch's current stream."""
-        launch = self.launch
-        if not launch.grid:
-            return
-        if INTERPRETED:
+
+def launch_all(kernels: Sequence[BoundKernel], tensors: Tensors) -> None:
+    """Launches one kernel after the other on torch's current stream."""
+    kernels = [kernel for kernel in kernels if kernel.launch.grid]
+    if INTERPRETED:
+        for kernel in kernels:
+            launch = kernel.launch
             given = [None if name is None else tensors[name] for name in launch.pointers]
             arrays = [x.view(torch.uint8) if x is not None and x.dtype is torch.bool else x for x in given]
             KERNELS[launch.recipe.kernel][(launch.grid,)](*arrays, *launch.rest)
-            return
-        start, fixed = self.starter(aligned)
-        addresses = [None if name is None else tensors[name].data_ptr() for name in launch.pointers]  # type: ignore[union-attr]
-        start(launch.grid, 1, 1, _current_stream(self.index), *fixed, *addresses, *launch.rest)
+        return
+    at: dict[str | None, int | None] = {None: None}
+    union = 0
+    for name, tensor in tensors.items():
+        if tensor is None:
+            at[name] = None
+        else:
+            address = at[name] = tensor.data_ptr()
+            if name in CHECKED:
+                union |= address
+    for kernel in kernels:
+        launch = kernel.launch
+        start, fixed = kernel.starter(not union % ALIGNMENT)
+        addresses = [at[name] for name in launch.pointers]
+        start(launch.grid, 1, 1, _current_stream(kernel.index), *fixed, *addresses, *launch.rest)
+
+
+def empty_on(device: torch.device) -> Empty:
+    """``torch.empty_strided(shape, strides, dtype=dtype)`` on `device`, which on a GPU must be the current one.
+
+    There it is the function that torch's compiled graphs allocate with, where torch has it: half the host time.
+    """
+    fast: Empty | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # noqa: SLF001
+    if device.type == "cuda" and fast is not None:
+        return fast
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def bound_forward(
@@ -221,39 +251,32 @@ def bound_forward(
 ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
     """The forward of every call with this one's metadata: makes out and lse, and launches.
 
-    A closure, and `BoundKernel.__call__` written out in it: it is on every call's way.
+    A closure, and `launch_all` written out in it: it is on every call's way.
     """
     kernel = BoundKernel(forward_launch(problem, q, k, v, extras, shape_of), q.device)
     starters, grid, index = kernel.starters, kernel.launch.grid, kernel.index
     saves, with_lse = problem.needs_backward, problem.return_lse or problem.needs_backward
-    dtype, device, float32 = q.dtype, q.device, torch.float32
+    dtype, float32, empty = q.dtype, torch.float32, empty_on(q.device)
     out_shape = (*q.shape[:3], problem.head_dim_v)
     out_strides = output_strides(out_shape, q.stride(), problem.layout)
-    like_q = q.shape == out_shape
     lse_shape = (q.shape[0], q.shape[2], q.shape[1])
     lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
     alone = all(extra is None for extra in extras) and not INTERPRETED and grid > 0
     # The arguments after q, k, v, out and lse, when these are all the tensors there are.
     tail = (*(None for _ in kernel.launch.pointers[5:]), *kernel.launch.rest)
-    empty_strided, empty_like, stream = torch.empty_strided, torch.empty_like, _current_stream
+    stream = _current_stream
 
     def run(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        if like_q and q.stride() == out_strides:  # not decided once: strides of dims of size 1 change from call to call
-            out = empty_like(q)
-        else:
-            out = empty_strided(out_shape, out_strides, dtype=dtype, device=device)
-        lse = None
-        if with_lse:  # torch.empty takes half as long again
-            lse = empty_strided(lse_shape, lse_strides, dtype=float32, device=device)
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        aligned = not (at_q | at_k | at_v) % ALIGNMENT
+        out = empty(out_shape, out_strides, dtype)
+        lse = empty(lse_shape, lse_strides, float32) if with_lse else None
         if alone:
+            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            aligned = not (at_q | at_k | at_v) % ALIGNMENT
             start, fixed = starters.get(aligned) or kernel.starter(aligned)
             at_lse = None if lse is None else lse.data_ptr()
             start(grid, 1, 1, stream(index), *fixed, at_q, at_k, at_v, out.data_ptr(), at_lse, *tail)
             return Forward(out, lse, (q, k, v, out, lse) if saves and lse is not None else ())
-        aligned = aligned and (extras.attn_mask is None or not extras.attn_mask.data_ptr() % ALIGNMENT)
-        kernel(aligned, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
+        launch_all([kernel], {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
         if not saves or lse is None:
             return Forward(out, lse, ())
         return Forward(out, lse, (q, k, v, out, lse, *extras.given(problem)))
@@ -270,7 +293,7 @@ class BoundBackward:
     ) -> None:  # fmt: skip
         launches = backward_launches(problem, q, k, v, out, dout, extras, with_dlse, needs, shape_of)
         self.kernels = [BoundKernel(launch, q.device) for launch in launches]
-        self.device, self.dtype = q.device, q.dtype
+        self.dtype, self.empty = q.dtype, empty_on(q.device)
         like = gradients_like(q, k, v, needs)[:3]
         self.gradients = [None if x is None else (tuple(x.shape), x.stride()) for x in like]
         batch, seqlen_q, heads, _ = q.shape
@@ -285,22 +308,17 @@ class BoundBackward:
         extras: Extras,
     ) -> Gradients:  # fmt: skip
         """Makes the gradients, and launches one kernel after the other."""
-        dq, dk, dv = (
-            None if made is None else torch.empty_strided(*made, dtype=self.dtype, device=self.device)
-            for made in self.gradients
-        )
+        empty = self.empty
+        dq, dk, dv = (None if made is None else empty(*made, self.dtype) for made in self.gradients)
+        rows = tuple(lse.shape), lse.stride(), lse.dtype
         dsinks = None if self.dsinks_shape is None else lse.new_empty(self.dsinks_shape)
         dmask = None if self.dmask_shape is None else lse.new_empty(self.dmask_shape)
         tensors: dict[str, Tensor | None] = {
-            "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": torch.empty_like(lse),
-            "total": torch.empty_like(lse) if self.coarse else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+            "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": empty(*rows),
+            "total": empty(*rows) if self.coarse else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
             "dmask": dmask,
-        } | pointers_of(extras)  # fmt: skip
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
-        if extras.attn_mask is not None:
-            addresses |= extras.attn_mask.data_ptr()
-        for kernel in self.kernels:
-            kernel(not addresses % ALIGNMENT, tensors)
+        }  # fmt: skip
+        launch_all(self.kernels, tensors if extras is NO_EXTRAS else tensors | pointers_of(extras))
         summed = None
         if dmask is not None and extras.attn_mask is not None:
             summed = dmask.sum_to_size(extras.attn_mask.shape).to(extras.attn_mask.dtype)
@@ -320,7 +338,7 @@ def _checked(tuned: Mapping[str, Tile]) -> Mapping[str, Shape]:
 
 def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, ...]:
     """What a launch depends on beside the problem. Dtypes but the mask's, and Dv, are the problem's."""
-    given = tuple(None if x is None else (x.stride(), x.dtype) for x in extras)
+    given = None if extras is NO_EXTRAS else tuple(None if x is None else (x.stride(), x.dtype) for x in extras)
     return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
 
 
