@@ -49,6 +49,7 @@ _SHAPES, _MASKS, _RESULTS, CHOICE = "Shapes", "Masks and scores", "Results", "Ch
 AsProblem = Annotated[
     str | None,
     typer.Option(
+        "--problem",
         metavar="JSON",
         help="A Problem, or the --json of an earlier run; [bold]-[/] reads stdin. Takes the place of the "
         "shapes, masks and results above.",
@@ -65,7 +66,10 @@ class DescribedCall:
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="DTYPE", help=f"{', '.join(DTYPES)}; or {', '.join(DTYPE_ALIASES)}.", rich_help_panel=_SHAPES
+            "--dtype",
+            metavar="DTYPE",
+            help=f"{', '.join(DTYPES)}; or {', '.join(DTYPE_ALIASES)}.",
+            rich_help_panel=_SHAPES,
         ),
     ] = "bfloat16"
     batch: Annotated[int, typer.Option(min=0, help="Sequences B.", rich_help_panel=_SHAPES)] = 1
@@ -109,7 +113,9 @@ class DescribedCall:
     ] = False
     window: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS),
+        typer.Option(
+            "--window", metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS
+        ),
     ] = None
     mask: Annotated[Mask | None, typer.Option(help="A full attn_mask.", rich_help_panel=_MASKS)] = None
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_MASKS)] = False

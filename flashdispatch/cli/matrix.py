@@ -34,9 +34,13 @@ def run(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Exit with 1, and show a diff, when the table in this file is out of date."),
+        typer.Option(
+            "--check", metavar="PATH", help="Exit with 1, and show a diff, when the table in this file is out of date."
+        ),
     ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="PATH", help="Bring the table in this file up to date.")] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="PATH", help="Bring the table in this file up to date.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
 ) -> None:
     """Show what every backend declares. What is not declared is never given to a backend."""

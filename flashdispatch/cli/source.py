@@ -57,6 +57,7 @@ def run(
     stage: Annotated[
         str | None,
         typer.Option(
+            "--stage",
             metavar="STAGE",
             help="Print the text of this stage of the compiler: ttgir, ptx, sass, or what the backend has.",
             rich_help_panel=CHOICE,

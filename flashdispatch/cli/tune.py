@@ -97,7 +97,7 @@ def tiles(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help="Likewise.", metavar="DTYPE", show_default="bfloat16", rich_help_panel=_SHAPES),
+        typer.Option("--dtype", help="Likewise.", metavar="DTYPE", show_default="bfloat16", rich_help_panel=_SHAPES),
     ] = None,
     seqlen: Annotated[
         list[int] | None,

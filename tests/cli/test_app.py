@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from rich.text import Text
+from typer.main import get_command
 
 from flashdispatch import __main__
-from flashdispatch.cli import demo, doctor, explain, matrix, output, source, tune
+from flashdispatch.cli import app, demo, doctor, explain, matrix, output, source, tune
 
 COMMANDS = {
     "doctor": doctor,
@@ -57,6 +58,18 @@ def test_examples_fit_into_80_columns_so_that_they_can_be_copied(module: Any) ->
 def test_version_is_the_distributions(command: Command) -> None:
     ran = command("--version")
     assert (ran.code, ran.out) == (0, f"flashdispatch {version('flashdispatch')}\n")
+
+
+def test_an_option_is_called_what_its_parameter_is_called() -> None:
+    # Typer 0.27 takes a metavar for the name, unless the name is given too.
+    def options(command: Any) -> list[Any]:
+        subcommands = getattr(command, "commands", {}).values()
+        own = [param for param in command.params if param.param_type_name == "option"]
+        return own + [option for subcommand in subcommands for option in options(subcommand)]
+
+    names = [name for option in options(get_command(app)) for name in (*option.opts, *option.secondary_opts)]
+    assert len(names) > 50
+    assert [name for name in names if name != name.lower()] == []
 
 
 @pytest.mark.parametrize("args", [("nonsense",), ("explain", "--nonsense"), ("explain", "--dtype", "int8")])
