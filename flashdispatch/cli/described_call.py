@@ -58,6 +58,16 @@ AsProblem = Annotated[
 ]
 """The other way to describe a call."""
 
+# What makes a score dearer than a product and an exponential; `tune tiles` has these options, too.
+Window = Annotated[
+    tuple[str, str] | None,
+    typer.Option("--window", metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS),
+]
+MaskKind = Annotated[Mask | None, typer.Option(help="A full attn_mask.", rich_help_panel=_MASKS)]
+Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_MASKS)]
+Softcap = Annotated[float | None, typer.Option(help="cap·tanh(S/cap).", rich_help_panel=_MASKS)]
+Dropout = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability.", rich_help_panel=_MASKS)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedCall:
@@ -111,17 +121,12 @@ class DescribedCall:
             rich_help_panel=_MASKS,
         ),
     ] = False
-    window: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            "--window", metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS
-        ),
-    ] = None
-    mask: Annotated[Mask | None, typer.Option(help="A full attn_mask.", rich_help_panel=_MASKS)] = None
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_MASKS)] = False
+    window: Window = None
+    mask: MaskKind = None
+    alibi: Alibi = False
     sinks: Annotated[bool, typer.Option("--sinks", help="A sink logit per head.", rich_help_panel=_MASKS)] = False
-    softcap: Annotated[float | None, typer.Option(help="cap·tanh(S/cap).", rich_help_panel=_MASKS)] = None
-    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability.", rich_help_panel=_MASKS)] = 0.0
+    softcap: Softcap = None
+    dropout: Dropout = 0.0
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Gradients of q, k and v.", rich_help_panel=_RESULTS)
     ] = False

@@ -124,7 +124,10 @@ def rows(backend: Tunable, problems: Sequence[Problem], only: Collection[str] = 
 
 
 def work(backend: Backend, problem: Problem, *, forward: bool, device: torch.device) -> Work:
-    """One pass of `problem` on random normal inputs; for a backward pass, its forward is done once, here."""
+    """One pass of `problem` on random normal inputs; for a backward pass, its forward is done once, here.
+
+    All tensors are dense and begin where torch's allocator puts them. A boolean mask hides a tenth.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(length: int, heads: int, dim: int) -> Tensor:
@@ -135,13 +138,15 @@ def work(backend: Backend, problem: Problem, *, forward: bool, device: torch.dev
     k = normal(problem.seqlen_k, problem.heads_kv, problem.head_dim)
     v = normal(problem.seqlen_k, problem.heads_kv, problem.head_dim_v)
 
+    extras = _extras(problem, generator)
+
     def run_forward() -> Results:
-        out, lse, _ = backend.forward(problem, q, k, v, Extras())
+        out, lse, _ = backend.forward(problem, q, k, v, extras)
         return {"out": out, "lse": lse}
 
     if forward:
         return run_forward
-    saved = backend.forward(problem, q, k, v, Extras()).saved
+    saved = backend.forward(problem, q, k, v, extras).saved
     dout = normal(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     needs = Needs(*(name in problem.needs_grad for name in Needs._fields))
 
@@ -150,6 +155,32 @@ def work(backend: Backend, problem: Problem, *, forward: bool, device: torch.dev
         return {f"d{name}": gradient for name, gradient in gradients._asdict().items()}
 
     return run_backward
+
+
+def _extras(problem: Problem, generator: torch.Generator) -> Extras:
+    """What `problem` has beside q, k and v; sequences at full length."""
+    device, heads = generator.device, problem.heads_q
+    shape = problem.attn_mask_shape or ()
+
+    def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    def full(length: int) -> Tensor:
+        return torch.full((problem.batch,), length, dtype=torch.int32, device=device)
+
+    mask = None
+    if problem.attn_mask == "bool":
+        mask = torch.rand(shape, generator=generator, device=device) < 0.9
+    elif problem.attn_mask == "float":
+        mask = normal(shape, problem.dtype)
+    return Extras(
+        attn_mask=mask,
+        alibi_slopes=2.0 ** -torch.linspace(1, 8, heads, device=device) if problem.alibi else None,
+        sinks=normal((heads,)) if problem.sinks else None,
+        q_lens=full(problem.seqlen_q) if problem.q_lens else None,
+        kv_lens=full(problem.seqlen_k) if problem.kv_lens else None,
+        dropout_seed=torch.zeros(2, dtype=torch.int64, device=device) if problem.dropout_p else None,
+    )
 
 
 def steps(row: Row) -> int:
@@ -236,14 +267,17 @@ class _Search:
 
     def _compiled(self) -> list[Tile]:
         """The candidates that compile, all of them before the first is measured."""
+        others = [tile for tile in self._row.space if dict(tile) != self._before]
         ready: list[Tile] = []
         if isinstance(self._backend, PreparesTiles):
-            others = [tile for tile in self._row.space if dict(tile) != self._before]
             for problem in self._row.problems:
                 self._backend.prepare_tiles(problem, self._row.kernel, others)
+            for _ in self._row.space:
+                self._step()
+            return others
         for tile in self._row.space:
             self._step()
-            if dict(tile) == self._before:
+            if tile not in others:
                 continue
             try:
                 self._use(tile)

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashdispatch._registry import registry
-from flashdispatch.cli.described_call import DescribedCall
+from flashdispatch.cli.described_call import Alibi, DescribedCall, Dropout, MaskKind, Softcap, Window
 from flashdispatch.cli.gpu_clock import GpuClock
 from flashdispatch.cli.machine import this_machine
 from flashdispatch.cli.one_backend import offering, one_name
@@ -59,6 +59,8 @@ EXAMPLES = """[bold]Examples[/]
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --head-dim 64 --head-dim 256
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --causal --kernel dq
+
+[cyan]flashdispatch tune tiles[/] --backend triton_fa2 --causal --window 4095 0 --softcap 50
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --no-grad --json > tiles.json"""
 
@@ -117,6 +119,11 @@ def tiles(
         bool | None,
         typer.Option("--causal/--no-causal", help="Only one of them.", show_default="both", rich_help_panel=_SHAPES),
     ] = None,
+    window: Window = None,
+    mask: MaskKind = None,
+    alibi: Alibi = False,
+    softcap: Softcap = None,
+    dropout: Dropout = 0.0,
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Kernels of the backward too.", rich_help_panel=_WHAT)
     ] = True,
@@ -158,6 +165,11 @@ def tiles(
             seqlen=length,
             head_dim=dim,
             causal=masked,
+            window=window,
+            mask=mask,
+            alibi=alibi,
+            softcap=softcap,
+            dropout=dropout,
             grad=with_grad,
         ).plan(arch=arch or here or WITHOUT_A_GPU, backend=name)
         for kind, dim, length, masked in product(
@@ -336,7 +348,14 @@ def _space_json(space: Space) -> dict[str, Any]:
 def _shape(problem: Problem) -> str:
     grad = "with gradients" if problem.needs_grad else "forward only"
     heads = f"Hq{problem.heads_q}" + (f" Hkv{problem.heads_kv}" if problem.heads_kv != problem.heads_q else "")
-    return f"B{problem.batch} {heads} S{problem.seqlen_q} D{problem.head_dim} {problem.band}, {grad}"
+    dearer = {
+        f"{problem.attn_mask} mask": problem.attn_mask,
+        "ALiBi": problem.alibi,
+        f"softcap {problem.softcap}": problem.softcap,
+        f"dropout {problem.dropout_p}": problem.dropout_p,
+    }
+    words = ", ".join((str(problem.band), *(word for word, there in dearer.items() if there), grad))
+    return f"B{problem.batch} {heads} S{problem.seqlen_q} D{problem.head_dim} {words}"
 
 
 def _tile(tile: Tile) -> Text:

@@ -49,9 +49,9 @@ class PreparesTiles(Protocol):
     """A tunable backend that compiles many tiles faster at once than one after the other."""
 
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
-        """Compiles `kernel` with each of `tiles` side by side, so that `prepare` finds them done.
+        """Compiles `kernel` with each of `tiles` side by side, so that a run on dense tensors finds them done.
 
-        Sets no tile. One that does not compile is passed over: `prepare` says why when its turn comes.
+        Sets no tile. One that does not compile is passed over: its run says why.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""The grids: which problems are measured. `--grid NAME` or several as `NAME,NAME`; `design7` is the default.
+"""The grids: which problems are measured. `--grid NAME` or several as `NAME,NAME`; `main` is the default.
 
 | grid | what |
 |---|---|
-| `design7` | docs' main table: bf16, 16k tokens, hidden 2048, D 64/128/256, S 1k/4k/16k, full and causal, fwd and bwd |
+| `main` | docs' main table: bf16, 16k tokens, hidden 2048, D 64/128/256, S 1k/4k/16k, full and causal, fwd and bwd |
 | `fp16` | the same in fp16 |
 | `fp32` | IEEE float32 forward, 8k tokens, D 64/128, S 1k/4k |
 | `extra` | other head dims, GQA, windows, softcap, padding, short and long sequences; fwd and bwd |
@@ -154,7 +154,7 @@ def _with(directions: tuple[Direction, ...], cases: Iterator[Case]) -> Grid:
 
 
 GRIDS: dict[str, Grid] = {
-    "design7": _with(BOTH, _square("bf16", TOKENS, (64, 128, 256), (1024, 4096, 16384))),
+    "main": _with(BOTH, _square("bf16", TOKENS, (64, 128, 256), (1024, 4096, 16384))),
     "fp16": _with(BOTH, _square("fp16", TOKENS, (64, 128, 256), (1024, 4096, 16384))),
     "fp32": _with(("fwd",), _square("fp32", TOKENS // 2, (64, 128), (1024, 4096))),
     "extra": _with(BOTH, _extra()),

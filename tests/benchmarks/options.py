@@ -12,7 +12,7 @@ import pytest
 class Options:
     """`--grid`, `--providers`, `--rounds`, `--rows`, `--commit`."""
 
-    grids: tuple[str, ...] = ("design7",)
+    grids: tuple[str, ...] = ("main",)
     providers: tuple[str, ...] = ()
     rounds: int = 5
     rows: Path | None = None
@@ -22,7 +22,7 @@ class Options:
     def add(cls, parser: pytest.Parser) -> None:
         """Declares them."""
         group = parser.getgroup("flashdispatch benchmarks")
-        group.addoption("--grid", default="design7", help="design7, fp16, fp32, extra, smoke; or several: a,b")
+        group.addoption("--grid", default="main", help="main, fp16, fp32, extra, smoke; or several: a,b")
         group.addoption("--providers", default="", help="who is measured: names with commas; default: everybody")
         group.addoption("--rounds", type=int, default=5, help="how often every provider is visited, interleaved")
         group.addoption("--rows", type=Path, default=None, help="JSON-lines file to which the rows are added")
@@ -36,7 +36,7 @@ class Options:
             return tuple(name.strip() for name in text.split(",") if name.strip())
 
         return cls(
-            names(config.getoption("--grid", "design7")),
+            names(config.getoption("--grid", "main")),
             names(config.getoption("--providers", "")),
             config.getoption("--rounds", 5),
             config.getoption("--rows", None),

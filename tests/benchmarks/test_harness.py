@@ -41,7 +41,7 @@ SMOKE = [case for case, direction in grid("smoke") if direction == "fwd"]
 
 def row(**changes: Any) -> Row:
     values: dict[str, Any] = {
-        "case": "a", "grid": "design7", "line": "D64 causal", "column": "S1024", "dtype": "bf16",
+        "case": "a", "grid": "main", "line": "D64 causal", "column": "S1024", "dtype": "bf16",
         "provider": "sdpa_flash", "direction": "fwd", "value": 300.0, "unit": "TFLOP/s", "median_us": 100.0,
         "versions": {"torch": "2.11"}, "timestamp": "2026-01-01T00:00:00+00:00",
     }  # fmt: skip
@@ -112,13 +112,13 @@ def test_ids_name_one_case_each(name: str) -> None:
 
 
 def test_the_main_grid_is_the_one_of_the_design() -> None:
-    cases = [case for case, direction in grid("design7") if direction == "bwd"]
+    cases = [case for case, direction in grid("main") if direction == "bwd"]
     assert len(cases) == 18
     assert all(case.batch * case.seqlen_q == 16384 and case.heads_q * case.head_dim == 2048 for case in cases)
     assert cases[7].id == "bf16-B4-H16-S4096-D128-full"
     assert [case.dtype for case, _ in grid("fp16")] == ["fp16"] * 36
     assert len(grid("fp32")) == 8
-    with pytest.raises(ValueError, match="design7"):
+    with pytest.raises(ValueError, match="main"):
         grid("design8")
 
 

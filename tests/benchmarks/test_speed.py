@@ -1,7 +1,7 @@
 """Speed of kernels: every provider on every case of a grid, forward and backward.
 
     pytest tests/benchmarks/test_speed.py --benchmark-enable --benchmark-only --benchmark-quiet \
-        --grid design7 --providers triton_fa2,sdpa_flash,sdpa_cudnn --rounds 5 --rows rows.jsonl
+        --grid main --providers triton_fa2,sdpa_flash,sdpa_cudnn --rounds 5 --rows rows.jsonl
 
 One test is one case in one direction, with all providers interleaved, so pytest-benchmark's own time is that of the
 whole comparison and says nothing about a kernel: read the rows. Nothing is asserted about speed. What fails is a

@@ -223,6 +223,28 @@ def test_an_interrupt_leaves_the_old_tile_in_force() -> None:
     assert backend.tile(PROBLEM, "forward") == {"block_m": 16}
 
 
+def test_a_problem_is_tuned_with_all_that_it_has() -> None:
+    given: list[Any] = []
+
+    class Watching(Tiled):
+        def forward(self, problem: Problem, q: Any, k: Any, v: Any, extras: Any) -> Any:
+            given.append(extras)
+            return super().forward(problem, q, k, v, extras)
+
+    masked = replace(
+        PROBLEM, attn_mask="float", attn_mask_shape=(1, 2, 8, 8), alibi=True, sinks=True, q_lens=True, kv_lens=True,
+        dropout_p=0.5, needs_grad=("q", "k", "v", "attn_mask"),
+    )  # fmt: skip
+    backend = Watching(dq={32: 0.5})
+    backend.wrong["dq", 64] = 0.5
+    assert tuned(backend, "dq", (masked,)).now == {"block_m": 32}
+    assert [None if x is None else tuple(x.shape) for x in given[0]] == [(1, 2, 8, 8), (2,), (2,), (1,), (1,), (2,)]
+    given.clear()
+    tuned(backend, problems=(replace(FORWARD, attn_mask="bool", attn_mask_shape=(1, 1, 8, 8)),))
+    assert given[0].attn_mask.dtype is torch.bool
+    assert given[0][1:] == (None,) * 5
+
+
 def test_progress_ends_where_it_was_said_to() -> None:
     backend, taken = Tiled(), []
     backend.no_compile.add(("forward", 32))
@@ -413,6 +435,14 @@ def test_a_dry_run_states_the_space_and_measures_nothing(
     assert "space 6 rows of the tile table, 24 tiles" in ran.words
     assert "dkdv dkdv d64 causal 4 B32 Hq32 S512 D64 causal, with gradients" in ran.words
     assert max(map(len, ran.out.splitlines())) <= width
+
+
+def test_masks_and_scores_can_be_tuned_for(tiled: Callable[..., Tiled], command: Command) -> None:
+    tiled()
+    asked = ("--window", "15", "0", "--mask", "float", "--alibi", "--softcap", "30", "--dropout", "0.1", "--no-grad")
+    ran = command("tune", "tiles", "--backend", "tiled", "--head-dim", "64", "--dry-run", *asked, width=200)
+    assert ran.code == 0
+    assert "S4096 D64 window(15, 0), float mask, ALiBi, softcap 30.0, dropout 0.1, forward only" in ran.words
 
 
 def test_a_dry_run_as_json(tiled: Callable[..., Tiled], command: Command) -> None:

@@ -152,7 +152,7 @@ class TritonFA2:
             self._tiles[key] = Shape.of(tile)
 
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
-        """Compiles `kernel` with each of `tiles` in processes beside each other."""
+        """Compiles `kernel` with each of `tiles` in processes beside each other, for dense tensors."""
         shapes = [Shape.of(tile) for tile in tiles]
         wanted = [recipe for recipe in self._recipes(problem) if recipe.kernel == kernel]
         compile_in_processes(
