@@ -60,7 +60,7 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --causal --kernel dq
 
-[cyan]flashdispatch tune tiles[/] --backend triton_fa2 --causal --window 4095 0 --softcap 50
+[cyan]flashdispatch tune tiles[/] --backend triton_fa2 --window 4095 0 --softcap 50
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --no-grad --json > tiles.json"""
 

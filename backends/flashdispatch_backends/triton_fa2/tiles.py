@@ -13,6 +13,7 @@ this GPU (`flashdispatch_registry.tile_store`) comes before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -110,9 +111,12 @@ def _mask(problem: Problem) -> str:
 
 def _extra(problem: Problem) -> tuple[str, ...]:
     """What makes a score cost more registers than a product and an exponential do."""
-    if problem.dropout_p or (problem.attn_mask == "float" and problem.softcap is not None):
+    extra = problem.attn_mask or problem.alibi or problem.softcap is not None
+    if problem.dropout_p:
+        return ("heavy",) if extra else ("dropout",)
+    if problem.attn_mask == "float" and problem.softcap is not None:
         return ("heavy",)
-    return ("extra",) if problem.attn_mask or problem.alibi or problem.softcap is not None else ()
+    return ("extra",) if extra else ()
 
 
 def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
@@ -139,10 +143,19 @@ def _careful(problem: Problem, kernel: str) -> Shape:
     return Shape(streamed, resident, 4, 1) if kernel in _KEY_KERNELS else Shape(resident, streamed, 4, 1)
 
 
+ACCUMULATOR_REGISTERS = 192
+"""Of the 255 that a thread has, at most. Tiles beyond it spill, and compile for a minute."""
+
+
 def space(problem: Problem, kernel: str) -> Iterator[Shape]:
-    """Tiles worth measuring: those that leave room for what stays and for the blocks copied ahead."""
+    """Tiles worth measuring: those that leave room for what stays and for the blocks copied ahead.
+
+    Shared memory must hold what stays and the blocks on their way; registers the accumulators, except on sm_100, where
+    tensor memory does.
+    """
     d = sum(padded_dims(problem))
     limit = SHARED_BYTES[family(problem.arch)]
+    registers = ACCUMULATOR_REGISTERS if family(problem.arch) != "sm_100" else math.inf
     for resident in (16, 32, 64, 128):
         for streamed in (16, 32, 64, 128):
             for num_warps in (4, 8):
@@ -151,9 +164,19 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
                         continue  # too few rows to share
                     if resident < 64 and d * problem.dtype.itemsize <= 1024:
                         continue  # only very wide rows want so few of them
+                    if _accumulators(problem, kernel, resident, streamed) > registers * 32 * num_warps:
+                        continue
                     if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
                         block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
                         yield Shape(block_m, block_n, num_warps, num_stages)
+
+
+def _accumulators(problem: Problem, kernel: str, resident: int, streamed: int) -> int:
+    """Float32 numbers that a program adds up at a time: tiles of scores and of their gradients, and its results."""
+    d, dv = padded_dims(problem)
+    tiles = 1 if kernel in ("forward", "dv") else 2  # S, or S and dP
+    width = {"forward": dv, "dq": d, "dkdv": d + dv, "dk": d, "dv": dv, "dmask": 0}[kernel]
+    return tiles * resident * streamed + resident * width
 
 
 _KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
@@ -173,19 +196,26 @@ SHIPPED: Mapping[str, Shape] = {
     "dkdv/sm_90/16bit/d128/full": Shape(64, 64, 4, 2),
     "dk/sm_90/16bit/d256/full": Shape(32, 128, 8, 3),
     "dv/sm_90/16bit/d256/full": Shape(64, 128, 8, 2),
-    # with a mask, softcap or ALiBi: chosen by registers and spills
-    "forward/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 2),
-    "forward/sm_90/16bit/d128/full/extra": Shape(64, 64, 4, 2),
-    "forward/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
-    "dq/sm_90/16bit/d64/full/extra": Shape(128, 64, 8, 2),
-    "dq/sm_90/16bit/d128/full/extra": Shape(128, 64, 8, 2),
-    "dq/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
-    "dkdv/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 1),
+    # with a boolean mask, softcap or ALiBi, the mean of the three; and with dropout: measured likewise
+    "forward/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 3),
+    "forward/sm_90/16bit/d128/full/extra": Shape(64, 64, 4, 3),
+    "dq/sm_90/16bit/d64/full/extra": Shape(64, 32, 4, 3),
+    "dq/sm_90/16bit/d128/full/extra": Shape(128, 64, 8, 3),
+    "dkdv/sm_90/16bit/d64/full/extra": Shape(32, 128, 4, 2),
     "dkdv/sm_90/16bit/d128/full/extra": Shape(32, 64, 4, 2),
-    "dk/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
-    "dv/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
+    "forward/sm_90/16bit/d64/full/dropout": Shape(64, 32, 4, 2),
+    "forward/sm_90/16bit/d128/full/dropout": Shape(64, 64, 4, 2),
+    "dq/sm_90/16bit/d64/full/dropout": Shape(64, 32, 4, 2),
+    "dq/sm_90/16bit/d128/full/dropout": Shape(64, 32, 4, 2),
+    "dkdv/sm_90/16bit/d64/full/dropout": Shape(64, 64, 4, 1),
+    "dkdv/sm_90/16bit/d128/full/dropout": Shape(32, 128, 8, 1),
+    # both, and D = 256 with masks or softcap: chosen by registers and spills
     "dq/sm_90/16bit/d64/full/heavy": Shape(64, 32, 4, 1),
     "dkdv/sm_90/16bit/d64/full/heavy": Shape(32, 64, 4, 1),
+    "forward/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
+    "dq/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
+    "dk/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
+    "dv/sm_90/16bit/d256/full/extra": Shape(32, 128, 8, 1),
     # sm_90, float32 through bfloat16 parts: forward measured, backward chosen by registers and spills
     "forward/sm_90/32bit-ieee/d64/full": Shape(128, 64, 8, 1),
     "forward/sm_90/32bit-ieee/d128/full": Shape(128, 64, 8, 1),
