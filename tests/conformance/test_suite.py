@@ -240,9 +240,10 @@ def test_a_plugin_that_may_not_load_is_not_run(tmp_path: Path) -> None:
         from flashdispatch_conformance.cases import BY_ID
         print(run_case(BY_ID["named/d8"], "kept_out", torch.bfloat16).report())
     """
+    path = os.pathsep.join((str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTHONPATH": path, "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
         capture_output=True,
         text=True,
