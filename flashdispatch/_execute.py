@@ -295,30 +295,37 @@ class Attention(torch.autograd.Function):
             kept, places = saved, (0, 1, 2)  # what most backends save most of the time
         else:
             kept, places = _each_once((q, k, v, *more), saved)
-        hooked = _saved_tensors_hooks(False) is not None
-        if hooked:  # only then can other tensors come back than those kept here
+        strides = None
+        if _saved_tensors_hooks(False) is not None:  # only then can other tensors come back than those kept here
+            strides = tuple(None if tensor is None else tensor.stride() for tensor in kept)
             kept = (*kept, _identity(call.identity))
         # What ctx.save_for_backward() and ctx.set_materialize_grads() do, without their calls.
         ctx.to_save = kept
         ctx.materialize_grads = False  # an unused output arrives as None, and no dLSE tensor is ever made for it
-        ctx.what = call, places, len(saved), hooked
+        ctx.what = call, places, len(saved), strides
         return (out, cast("Tensor", lse)) if call.return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         """The gradients of q, k, v, attn_mask and sinks, as far as they are needed."""
-        call, places, count, hooked = ctx.what
+        call, places, count, strides = ctx.what
         if dout is None and dlse is None:
             return (None,) * (2 + len(places))
         kept = ctx.saved_tensors
-        if hooked and int(kept[-1]) != call.identity:
-            raise RecomputeError(
-                f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
-                "computed: what is in force at backward() differs from the forward. Call backward() inside the same "
-                "use_backend block and settings, or give attention() backend=\n"
-                f"  asked: {call.problem.describe()}",
-                plan=call.plan,
-            )
+        if strides is not None:
+            *kept, identity = kept
+            if int(identity) != call.identity:
+                raise RecomputeError(
+                    f"activation checkpointing recomputed with another backend or setting what {call.plan.chosen} had "
+                    "computed: what is in force at backward() differs from the forward. Call backward() inside the "
+                    "same use_backend block and settings, or give attention() backend=\n"
+                    f"  asked: {call.problem.describe()}",
+                    plan=call.plan,
+                )
+            kept = [
+                tensor if tensor is None or tensor.stride() == stride else tensor.contiguous()
+                for tensor, stride in zip(kept, strides, strict=True)
+            ]
         inputs, saved = tuple(kept[at] for at in places), tuple(kept[:count])
         absent = len(Needs._fields) - len(places)
         needs = Needs(*ctx.needs_input_grad[2:], *(False,) * absent)

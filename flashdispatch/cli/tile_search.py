@@ -48,7 +48,7 @@ class TunableBackend(Backend, Tunable, Protocol):
 
 
 class TuningError(FlashDispatchError, RuntimeError):
-    """A row that can't be tuned: the tile in force does not run, so there is nothing to compare with."""
+    """A row that can't be tuned: there is nothing to compare with, or nothing that compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,8 @@ def tune(
 ) -> Verdict:
     """Finds the row's best tile and leaves it in force; whatever goes wrong, the old one is.
 
-    Raises TuningError when the tile in force does not run, or does no longer after a candidate has run.
+    Raises TuningError when the tile in force does not run, or does no longer after a candidate has run, or when the
+    candidates can't be compiled side by side.
     """
     at = row.problems[0], row.kernel
     before = dict(backend.tile(*at))
@@ -270,8 +271,11 @@ class _Search:
         others = [tile for tile in self._row.space if dict(tile) != self._before]
         ready: list[Tile] = []
         if isinstance(self._backend, PreparesTiles):
-            for problem in self._row.problems:
-                self._backend.prepare_tiles(problem, self._row.kernel, others)
+            try:
+                for problem in self._row.problems:
+                    self._backend.prepare_tiles(problem, self._row.kernel, others)
+            except Exception as error:  # a compiler that dies takes its process along
+                raise TuningError(f"{self._row.key}: compiling its tiles ended with {_reason(error)}") from error
             for _ in self._row.space:
                 self._step()
             return others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,19 @@ def test_a_backend_that_compiles_side_by_side_is_given_all_candidates_first() ->
 
     tuned(Parallel())
     assert asked == [("forward", [32, 64, 128], [(("forward", 16),)])]
+
+
+def test_a_compiler_that_dies_ends_its_row_and_no_other() -> None:
+    class Dying(Tiled):
+        def prepare_tiles(self, problem: Problem, kernel: str, tiles: Any) -> None:
+            raise BrokenProcessPool("a child process terminated abruptly")
+
+    backend = Dying()
+    with pytest.raises(
+        TuningError, match="forward d16 full: compiling its tiles ended with BrokenProcessPool: a child"
+    ):
+        tuned(backend)
+    assert backend.tile(PROBLEM, "forward") == {"block_m": 16}
 
 
 # Rows

@@ -14,6 +14,11 @@ from flashdispatch import _registry, attention
 from flashdispatch_registry import Forward
 
 
+def restrided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with no dim contiguous."""
+    return tensor if not tensor.dim() else torch.stack((tensor, tensor), -1)[..., 0]
+
+
 def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
@@ -352,3 +357,37 @@ def test_the_global_deterministic_flag_is_the_default(qkv: Any) -> None:
         attention(*qkv())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_backend_gets_what_it_saved_with_the_strides_it_knows_or_contiguous(qkv: Any, add_backend: Any) -> None:
+    # A kernel bound to a call's strides would read whatever lies beside a tensor that a hook unpacked elsewhere.
+    seen: list[tuple[torch.Tensor, ...]] = []
+    reference = _registry.registry().load("torch_reference")
+
+    class Watching:
+        def forward(self, *given: Any) -> Any:
+            return reference.forward(*given)
+
+        def backward(self, problem: Any, saved: Any, *given: Any) -> Any:
+            seen.append(saved)
+            return reference.backward(problem, saved, *given)
+
+        def prepare(self, problem: Any) -> None: ...
+
+    add_backend("watching", Watching())
+    q, k, v = leaves(*qkv())
+    expanded = torch.zeros(1, 1, 9, 1).expand(1, 1, 9, 9)
+    extras = {"attn_mask": expanded, "alibi_slopes": torch.rand(2, 4), "kv_lens": torch.tensor([5, 9])}
+    extras["kv_lens"] = extras["kv_lens"].to(torch.int32)
+
+    def gradients(unpack: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda it: it, unpack):
+            out = attention(q, k, v, backend="watching", **extras)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    wanted, got = gradients(lambda it: it), gradients(restrided)
+    assert all(map(torch.equal, got, wanted))
+    untouched, moved = seen
+    assert any(0 in tensor.stride() for tensor in untouched)  # the expanded mask: nothing is copied without need
+    assert all(tensor.is_contiguous() for tensor in moved)
+    assert len(moved) == len(untouched) >= 8

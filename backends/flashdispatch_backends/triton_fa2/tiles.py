@@ -96,7 +96,8 @@ def key(problem: Problem, kernel: str) -> str:
 def _row(problem: Problem, kernel: str, dims: str, mask: str) -> str:
     bits = 8 * problem.dtype.itemsize
     number = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
-    return "/".join((kernel, family(problem.arch), number, dims, mask, *_extra(problem)))
+    kind = _kind(problem)
+    return "/".join((kernel, family(problem.arch), number, dims, mask, *([kind] if kind else [])))
 
 
 MASKS = ("window", "causal", "full")
@@ -109,14 +110,18 @@ def _mask(problem: Problem) -> str:
     return "causal" if problem.band.left is None else "window"
 
 
-def _extra(problem: Problem) -> tuple[str, ...]:
-    """What makes a score cost more registers than a product and an exponential do."""
-    extra = problem.attn_mask or problem.alibi or problem.softcap is not None
+def _kind(problem: Problem) -> str:
+    """What makes a score cost more registers and shared memory than a product and an exponential do."""
+    extra = problem.attn_mask == "bool" or problem.alibi or problem.softcap is not None
     if problem.dropout_p:
-        return ("heavy",) if extra else ("dropout",)
-    if problem.attn_mask == "float" and problem.softcap is not None:
-        return ("heavy",)
-    return ("extra",) if extra else ()
+        return "heavy" if extra or problem.attn_mask else "dropout"
+    if problem.attn_mask == "float":
+        return "heavy" if problem.softcap is not None else "bias"
+    return "extra" if extra else ""
+
+
+MASK_BYTES: Mapping[str, int] = {"extra": 1, "bias": 4, "heavy": 4}
+"""Of each score's mask, on its way in shared memory like K and V, at most: a tile serves every call of its row."""
 
 
 def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
@@ -153,20 +158,27 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
     Shared memory must hold what stays and the blocks on their way; registers the accumulators, except on sm_100, where
     tensor memory does.
     """
-    d = sum(padded_dims(problem))
-    limit = SHARED_BYTES[family(problem.arch)]
-    registers = ACCUMULATOR_REGISTERS if family(problem.arch) != "sm_100" else math.inf
+    d, dv = padded_dims(problem)
+    streamed_bytes = (d + dv) * problem.dtype.itemsize
+    resident_bytes = d * problem.dtype.itemsize if kernel in ("forward", "dv") else streamed_bytes
+    mask_bytes = MASK_BYTES.get(_kind(problem), 0)
+    arch = family(problem.arch)
+    limit = SHARED_BYTES[arch]
+    registers = ACCUMULATOR_REGISTERS if arch != "sm_100" else math.inf
     for resident in (16, 32, 64, 128):
         for streamed in (16, 32, 64, 128):
             for num_warps in (4, 8):
                 for num_stages in (1, 2, 3, 4):
                     if num_warps == 8 and resident < 64:
                         continue  # too few rows to share
-                    if resident < 64 and d * problem.dtype.itemsize <= 1024:
+                    if resident < 64 and streamed_bytes <= 1024:
                         continue  # only very wide rows want so few of them
                     if _accumulators(problem, kernel, resident, streamed) > registers * 32 * num_warps:
                         continue
-                    if (resident + streamed * max(1, num_stages - 1)) * d * problem.dtype.itemsize <= limit:
+                    # wgmma reads a block from shared memory while num_stages - 1 others are on their way.
+                    blocks = num_stages if arch in ("sm_90", "sm_100") else max(1, num_stages - 1)
+                    block_bytes = streamed * (streamed_bytes + resident * mask_bytes)
+                    if resident * resident_bytes + blocks * block_bytes <= limit:
                         block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
                         yield Shape(block_m, block_n, num_warps, num_stages)
 
@@ -196,20 +208,31 @@ SHIPPED: Mapping[str, Shape] = {
     "dkdv/sm_90/16bit/d128/full": Shape(64, 64, 4, 2),
     "dk/sm_90/16bit/d256/full": Shape(32, 128, 8, 3),
     "dv/sm_90/16bit/d256/full": Shape(64, 128, 8, 2),
-    # with a boolean mask, softcap or ALiBi, the mean of the three; and with dropout: measured likewise
+    # with a boolean mask, softcap or ALiBi, the mean of the three; with a float mask, the mean of bfloat16 and float32;
+    # with dropout: measured likewise
     "forward/sm_90/16bit/d64/full/extra": Shape(64, 64, 4, 3),
     "forward/sm_90/16bit/d128/full/extra": Shape(64, 64, 4, 3),
     "dq/sm_90/16bit/d64/full/extra": Shape(64, 32, 4, 3),
     "dq/sm_90/16bit/d128/full/extra": Shape(128, 64, 8, 3),
     "dkdv/sm_90/16bit/d64/full/extra": Shape(32, 128, 4, 2),
     "dkdv/sm_90/16bit/d128/full/extra": Shape(32, 64, 4, 2),
+    "forward/sm_90/16bit/d64/full/bias": Shape(64, 32, 4, 3),
+    "forward/sm_90/16bit/d128/full/bias": Shape(64, 64, 4, 2),
+    "dq/sm_90/16bit/d64/full/bias": Shape(64, 32, 4, 3),
+    "dq/sm_90/16bit/d128/full/bias": Shape(64, 32, 4, 3),
+    "dkdv/sm_90/16bit/d64/full/bias": Shape(32, 128, 4, 2),
+    "dkdv/sm_90/16bit/d128/full/bias": Shape(64, 64, 4, 2),
     "forward/sm_90/16bit/d64/full/dropout": Shape(64, 32, 4, 2),
     "forward/sm_90/16bit/d128/full/dropout": Shape(64, 64, 4, 2),
     "dq/sm_90/16bit/d64/full/dropout": Shape(64, 32, 4, 2),
     "dq/sm_90/16bit/d128/full/dropout": Shape(64, 32, 4, 2),
     "dkdv/sm_90/16bit/d64/full/dropout": Shape(64, 64, 4, 1),
     "dkdv/sm_90/16bit/d128/full/dropout": Shape(32, 128, 8, 1),
-    # both, and D = 256 with masks or softcap: chosen by registers and spills
+    # with several of them, and D = 256 with any: chosen by registers and spills
+    "forward/sm_90/16bit/d256/full/bias": Shape(128, 32, 8, 1),
+    "dq/sm_90/16bit/d256/full/bias": Shape(128, 32, 8, 1),
+    "dk/sm_90/16bit/d256/full/bias": Shape(32, 128, 8, 1),
+    "dv/sm_90/16bit/d256/full/bias": Shape(32, 128, 8, 1),
     "dq/sm_90/16bit/d64/full/heavy": Shape(64, 32, 4, 1),
     "dkdv/sm_90/16bit/d64/full/heavy": Shape(32, 64, 4, 1),
     "forward/sm_90/16bit/d256/full/extra": Shape(128, 32, 8, 1),
