@@ -325,7 +325,7 @@ def _attn_mask(
     if mask.dtype is not torch.bool and mask.dtype not in (torch.float32, dtype, args.q.dtype):
         _bad_type(
             f"attn_mask must be bool (True = attend), float32 or q's dtype (added to the scores), got {mask.dtype}; "
-            "cast it, for example attn_mask.bool()",
+            "cast it with attn_mask.float() (not .bool(): an additive mask is 0 where it attends)",
             args,
         )
     full = (args.q.shape[0], sizes.heads_q, args.q.shape[_seq(args)], args.k.shape[_seq(args)])

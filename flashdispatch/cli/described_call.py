@@ -63,7 +63,9 @@ Window = Annotated[
     tuple[str, str] | None,
     typer.Option("--window", metavar="LEFT RIGHT", help="Keys on each side, or [bold]none[/].", rich_help_panel=_MASKS),
 ]
-MaskKind = Annotated[Mask | None, typer.Option(help="A full attn_mask.", rich_help_panel=_MASKS)]
+MaskKind = Annotated[
+    Mask | None, typer.Option(help="An attn_mask of queries by keys; a float one in q's dtype.", rich_help_panel=_MASKS)
+]
 Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_MASKS)]
 Softcap = Annotated[float | None, typer.Option(help="cap·tanh(S/cap).", rich_help_panel=_MASKS)]
 Dropout = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability.", rich_help_panel=_MASKS)]

@@ -60,7 +60,7 @@ EXAMPLES = """[bold]Examples[/]
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --causal --kernel dq
 
-[cyan]flashdispatch tune tiles[/] --backend triton_fa2 --window 4095 0 --softcap 50
+[cyan]flashdispatch tune tiles[/] --backend triton_fa2 --window 1023 0 --softcap 50
 
 [cyan]flashdispatch tune tiles[/] --backend triton_fa2 --no-grad --json > tiles.json"""
 
@@ -99,11 +99,15 @@ def tiles(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option("--dtype", help="Likewise.", metavar="DTYPE", show_default="bfloat16", rich_help_panel=_SHAPES),
+        typer.Option(
+            "--dtype", help="Dtype; likewise.", metavar="DTYPE", show_default="bfloat16", rich_help_panel=_SHAPES
+        ),
     ] = None,
     seqlen: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Queries and keys; likewise.", show_default="4096", rich_help_panel=_SHAPES),
+        typer.Option(
+            min=1, help="Queries and keys of a sequence; likewise.", show_default="4096", rich_help_panel=_SHAPES
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences.", show_default=f"{TOKENS} / seqlen", rich_help_panel=_SHAPES)
@@ -117,7 +121,12 @@ def tiles(
     ] = None,
     causal: Annotated[
         bool | None,
-        typer.Option("--causal/--no-causal", help="Only one of them.", show_default="both", rich_help_panel=_SHAPES),
+        typer.Option(
+            "--causal/--no-causal",
+            help="Only causal calls, or only others.",
+            show_default="both",
+            rich_help_panel=_SHAPES,
+        ),
     ] = None,
     window: Window = None,
     mask: MaskKind = None,

@@ -121,6 +121,17 @@ def test_a_tile_set_is_in_force_for_its_key_until_it_is_taken_back(backend: Trit
     assert backend.tile(problem(), "dq") == shipped
 
 
+def test_a_tile_set_for_a_plainer_mask_does_not_displace_a_shipped_one(backend: TritonFA2) -> None:
+    wide, causal = {"head_dim": 128, "head_dim_v": 128}, {"band": Band(right=0)}
+    assert {"forward/sm_90/16bit/d128/causal", "forward/sm_90/16bit/d128/full"} <= set(SHIPPED)
+    assert "dq/sm_90/16bit/d128/causal" not in SHIPPED
+    other = {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 1}
+    for kernel in ("forward", "dq"):
+        backend.set_tile(problem(**wide), kernel, other)
+    assert backend.shape(problem(**wide, **causal), "forward") == SHIPPED["forward/sm_90/16bit/d128/causal"]
+    assert backend.tile(problem(**wide, **causal), "dq") == other  # it has no row of its own, and reads the plainer one
+
+
 SPACE = [
     pytest.param(arch, dtype, d, changes, id=f"{arch}-{str(dtype)[6:]}-d{d}-{name}")
     for arch, dtype, d, (name, changes) in product(

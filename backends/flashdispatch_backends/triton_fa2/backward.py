@@ -18,10 +18,10 @@ dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV s
 program ids     One dimension, blocks fastest, as in the forward. Under a causal mask the first key block has the most
                 work, so key blocks count up.
 tiles           block_m by block_n from `tiles.py`, each kernel with its own; dK and dV are two accumulators, so that
-                registers bound them. Where dK and dV are too wide for registers
-                side by side, dkdv_kernel runs once for each, and makes S twice.
+                registers bound them. Where they are too wide for registers side by side, dkdv_kernel runs once for
+                each, and makes S twice.
 strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
-the loop        Twice, as in the forward: whole blocks, then those that an edge of the band or a tail cuts.
+the loop        Two, as in the forward: whole blocks, then those that an edge of the band or a tail cuts.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
 kept            From the forward: q, k, v, out, LSE. Beside them in memory: Delta, 4 bytes a row; with a float mask
                 `total`, 4 more; partial sums of dsinks and dmask.

@@ -18,9 +18,9 @@ tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must
                 least 64 on sm_90 and sm_100, else 16) on the chip, never in memory.
 strides         q (B, Sq, Hq, D), k and v (B, Sk, Hkv, ·) have any strides with a contiguous last dim. Query head h
                 reads key/value head h // group (GQA): nothing is expanded. Offsets are 64 bit.
-the loop        Twice over key blocks: first the whole ones, of which position hides nothing, then those that the
-                window's left edge, the diagonal or the end of the keys cuts. Blocks beyond are not visited. (The online
-                softmax does not mind the order.)
+the loop        Two of them, each key block in one: first the whole ones, of which position hides nothing, then those
+                that the window's left edge, the diagonal or the end of the keys cuts. Blocks beyond are not visited.
+                (The online softmax does not mind the order.)
 masks           Position and tails in the second loop only; attn_mask, where there is one, in both. Hidden scores are
                 -inf before exp. A row that has seen no key has m = -inf, and subtracts 0.
 kept            m, l, acc on the chip; LSE for the backward, which recomputes P from it.
@@ -121,7 +121,7 @@ def forward_kernel(
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - 0, not -inf - -inf
                     P = exponential(S - base[:, None], NATURAL)
                     alpha = exponential(m - base, NATURAL)
-                l = alpha * l + tl.sum(P, 1)
+                l = alpha * l + tl.sum(P, 1)  # before dropout, which leaves the softmax as it is
                 if seed is not None:
                     P = tl.where(dropout_keep(seed, first, key, bh, threshold, BLOCK_M, BLOCK_N), P, 0.0)
                 V = load_tile(v, key, stride_vs, kv_len, BLOCK_N, BLOCK_DV, DV, cut)

@@ -160,14 +160,12 @@ class TritonFA2:
         )
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
-        """The tile in force: set in this process, else tuned on this GPU, else shipped."""
-        rows, tuned = tiles.rows(problem, kernel), self._tuned_here(problem)
-        for row in rows:
-            if row in self._tiles:
-                return self._tiles[row]
-        for row in rows:
-            if row in tuned:
-                return tuned[row]
+        """The tile in force, of the problem's best row: set in this process, else tuned on this GPU, else shipped."""
+        tables = (self._tiles, self._tuned_here(problem), tiles.SHIPPED)
+        for row in tiles.rows(problem, kernel):
+            for table in tables:
+                if row in table:
+                    return table[row]
         return tiles.shipped(problem, kernel)
 
     def _tuned_here(self, problem: Problem) -> Mapping[str, Shape]:

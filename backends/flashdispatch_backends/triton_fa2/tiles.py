@@ -111,7 +111,10 @@ def _mask(problem: Problem) -> str:
 
 
 def _kind(problem: Problem) -> str:
-    """What makes a score cost more registers and shared memory than a product and an exponential do."""
+    """What makes a score cost more registers and shared memory than a product and an exponential do.
+
+    "extra" is a boolean mask, ALiBi or a softcap; "bias" a float mask; "heavy" several of these, or one with dropout.
+    """
     extra = problem.attn_mask == "bool" or problem.alibi or problem.softcap is not None
     if problem.dropout_p:
         return "heavy" if extra or problem.attn_mask else "dropout"
@@ -228,7 +231,7 @@ SHIPPED: Mapping[str, Shape] = {
     "dq/sm_90/16bit/d128/full/dropout": Shape(64, 32, 4, 2),
     "dkdv/sm_90/16bit/d64/full/dropout": Shape(64, 64, 4, 1),
     "dkdv/sm_90/16bit/d128/full/dropout": Shape(32, 128, 8, 1),
-    # with several of them, and D = 256 with any: chosen by registers and spills
+    # with several of them, and D = 256 with a mask, softcap or ALiBi: chosen by registers and spills
     "forward/sm_90/16bit/d256/full/bias": Shape(128, 32, 8, 1),
     "dq/sm_90/16bit/d256/full/bias": Shape(128, 32, 8, 1),
     "dk/sm_90/16bit/d256/full/bias": Shape(32, 128, 8, 1),
