@@ -85,7 +85,7 @@ def run(
         raise typer.Exit(1)
     # mypy takes no Protocol for a type, although isinstance does.
     code = offering(name, Inspectable, "inspected")  # type: ignore[type-abstract]
-    found = _of_kernel(code.facts(plan.problem), kernel)
+    found = _of_kernel(code.facts(plan.problem), kernel, gradients=plan.problem.needs_backward)
     if stage is not None:
         text = _stage(found, stage)
         typer.echo(text, nl=not text.endswith("\n"))
@@ -121,13 +121,14 @@ def view(name: str, problem: Problem, found: Sequence[KernelFacts]) -> Renderabl
     return Group(head, Text(), table, Text(), tail)
 
 
-def _of_kernel(found: Sequence[KernelFacts], kernel: str | None) -> Sequence[KernelFacts]:
+def _of_kernel(found: Sequence[KernelFacts], kernel: str | None, *, gradients: bool) -> Sequence[KernelFacts]:
     if kernel is None:
         return found
     names = list(dict.fromkeys(facts.kernel for facts in found))
     if kernel not in names:
         raise typer.BadParameter(
-            f"this call has no kernel {kernel!r}; it has {', '.join(names)}.{nearest(kernel, names)}",
+            f"this call has no kernel {kernel!r}; it has {', '.join(names)}.{nearest(kernel, names)}"
+            + ("" if gradients else " With --grad it has those of the backward too."),
             param_hint="--kernel",
         )
     return [facts for facts in found if facts.kernel == kernel]
