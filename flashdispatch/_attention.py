@@ -20,11 +20,9 @@ from flashdispatch._arguments import (
     refuse_lost_gradients,
 )
 from flashdispatch._registry import Names
-from flashdispatch_registry.backend import Extras
+from flashdispatch_registry.backend import NO_EXTRAS
 from flashdispatch_registry.masks import Align
 from flashdispatch_registry.problem import Layout
-
-NO_EXTRAS = Extras()
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Exact types that run eagerly; subclasses (FakeTensor among them) go through the library ops, which they intercept."""

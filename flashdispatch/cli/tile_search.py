@@ -269,7 +269,6 @@ class _Search:
     def _compiled(self) -> list[Tile]:
         """The candidates that compile, all of them before the first is measured."""
         others = [tile for tile in self._row.space if dict(tile) != self._before]
-        ready: list[Tile] = []
         if isinstance(self._backend, PreparesTiles):
             try:
                 for problem in self._row.problems:
@@ -279,10 +278,10 @@ class _Search:
             for _ in self._row.space:
                 self._step()
             return others
-        for tile in self._row.space:
+        self._step()  # the tile in force is ready
+        ready: list[Tile] = []
+        for tile in others:
             self._step()
-            if tile not in others:
-                continue
             try:
                 self._use(tile)
                 for problem in self._row.problems:

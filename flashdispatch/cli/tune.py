@@ -357,14 +357,16 @@ def _space_json(space: Space) -> dict[str, Any]:
 def _shape(problem: Problem) -> str:
     grad = "with gradients" if problem.needs_grad else "forward only"
     heads = f"Hq{problem.heads_q}" + (f" Hkv{problem.heads_kv}" if problem.heads_kv != problem.heads_q else "")
-    dearer = {
-        f"{problem.attn_mask} mask": problem.attn_mask,
-        "ALiBi": problem.alibi,
-        f"softcap {problem.softcap}": problem.softcap,
-        f"dropout {problem.dropout_p}": problem.dropout_p,
-    }
-    words = ", ".join((str(problem.band), *(word for word, there in dearer.items() if there), grad))
-    return f"B{problem.batch} {heads} S{problem.seqlen_q} D{problem.head_dim} {words}"
+    words = [str(problem.band)]
+    if problem.attn_mask:
+        words.append(f"{problem.attn_mask} mask")
+    if problem.alibi:
+        words.append("ALiBi")
+    if problem.softcap is not None:
+        words.append(f"softcap {problem.softcap}")
+    if problem.dropout_p:
+        words.append(f"dropout {problem.dropout_p}")
+    return f"B{problem.batch} {heads} S{problem.seqlen_q} D{problem.head_dim} {', '.join([*words, grad])}"
 
 
 def _tile(tile: Tile) -> Text:

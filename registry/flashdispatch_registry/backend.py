@@ -58,6 +58,10 @@ class Extras(NamedTuple):
         return cls(*(next(left) if is_given else None for is_given in _given(problem)))
 
 
+NO_EXTRAS = Extras()
+"""Of a call with q, k and v alone."""
+
+
 def _given(problem: Problem) -> tuple[bool, ...]:
     """Which extras a call has, in the order of `Extras`."""
     return (

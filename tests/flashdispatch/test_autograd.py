@@ -377,8 +377,8 @@ def test_a_backend_gets_what_it_saved_with_the_strides_it_knows_or_contiguous(qk
     add_backend("watching", Watching())
     q, k, v = leaves(*qkv())
     expanded = torch.zeros(1, 1, 9, 1).expand(1, 1, 9, 9)
-    extras = {"attn_mask": expanded, "alibi_slopes": torch.rand(2, 4), "kv_lens": torch.tensor([5, 9])}
-    extras["kv_lens"] = extras["kv_lens"].to(torch.int32)
+    kv_lens = torch.tensor([5, 9], dtype=torch.int32)
+    extras = {"attn_mask": expanded, "alibi_slopes": torch.rand(2, 4), "kv_lens": kv_lens}
 
     def gradients(unpack: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda it: it, unpack):

@@ -23,8 +23,8 @@ tiles           block_m by block_n from `tiles.py`, each kernel with its own; dK
 strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
 the loop        Two, as in the forward: whole blocks, then those that an edge of the band or a tail cuts.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
-kept            From the forward: q, k, v, out, LSE. Beside them in memory: Delta, 4 bytes a row; with a float mask
-                `total`, 4 more; partial sums of dsinks and dmask.
+kept            From the forward: q, k, v, out, LSE. Beside them in memory: Delta, 4 bytes a row; with natural
+                scores (scores.py: a float mask) `total`, 4 more; partial sums of dsinks and dmask.
 coarse LSE      A float mask may put all scores of a row near finfo.min, where a float32 LSE has no digits left for
                 log(l), and exp(S - LSE) is as many times too large as there are keys. Where one of its rows is that far
                 out, dq_kernel first sums P over the row, and leaves 1 / sum in `total` for the other kernels.
@@ -84,7 +84,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills delta and, for a float mask, total (B, Hq, Sq).
+    """Fills delta and, with natural scores, total (B, Hq, Sq).
 
     And unless they are None dq (B, Sq, Hq, D), and dsinks (B, Hq, blocks), which the host sums.
     """

@@ -37,12 +37,11 @@ from flashdispatch_backends.triton_fa2.compile import (
 from flashdispatch_backends.triton_fa2.facts import facts
 from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
+from flashdispatch_registry.backend import NO_EXTRAS
 from flashdispatch_registry.kernels import KernelFacts, Tile
 from flashdispatch_registry.layout import output_strides
 
 log = logging.getLogger("flashdispatch")
-
-NO_EXTRAS = Extras()
 
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of a shape, strides and a dtype, with nothing in it."""
@@ -161,12 +160,7 @@ class TritonFA2:
 
     def shape(self, problem: Problem, kernel: str) -> Shape:
         """The tile in force, of the problem's best row: set in this process, else tuned on this GPU, else shipped."""
-        tables = (self._tiles, self._tuned_here(problem), tiles.SHIPPED)
-        for row in tiles.rows(problem, kernel):
-            for table in tables:
-                if row in table:
-                    return table[row]
-        return tiles.shipped(problem, kernel)
+        return tiles.look_up(problem, kernel, self._tiles, self._tuned_here(problem), tiles.SHIPPED)
 
     def _tuned_here(self, problem: Problem) -> Mapping[str, Shape]:
         """What was tuned on the current GPU; nothing for a problem of another architecture."""
@@ -209,7 +203,6 @@ class BoundKernel:
 
 def launch_all(kernels: Sequence[BoundKernel], tensors: Tensors) -> None:
     """Launches one kernel after the other on torch's current stream."""
-    kernels = [kernel for kernel in kernels if kernel.launch.grid]
     if INTERPRETED:
         for kernel in kernels:
             launch = kernel.launch
@@ -244,6 +237,12 @@ def empty_on(device: torch.device) -> Empty:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
+def rows_of(q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """What LSE, Delta and total are made as: (B, Hq, Sq) float32, dense."""
+    batch, seqlen_q, heads, _ = q.shape
+    return (batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32
+
+
 def bound_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: Callable[[Problem, str], Shape]
 ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
@@ -254,19 +253,17 @@ def bound_forward(
     kernel = BoundKernel(forward_launch(problem, q, k, v, extras, shape_of), q.device)
     starters, grid, index = kernel.starters, kernel.launch.grid, kernel.index
     saves, with_lse = problem.needs_backward, problem.return_lse or problem.needs_backward
-    dtype, float32, empty = q.dtype, torch.float32, empty_on(q.device)
+    dtype, empty, rows = q.dtype, empty_on(q.device), rows_of(q)
     out_shape = (*q.shape[:3], problem.head_dim_v)
     out_strides = output_strides(out_shape, q.stride(), problem.layout)
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    lse_strides = (q.shape[2] * q.shape[1], q.shape[1], 1)
     alone = all(extra is None for extra in extras) and not INTERPRETED and grid > 0
     # The arguments after q, k, v, out and lse, when these are all the tensors there are.
     tail = (*(None for _ in kernel.launch.pointers[5:]), *kernel.launch.rest)
-    stream = _current_stream
+    stream, kernels = _current_stream, [kernel] if grid else []
 
     def run(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         out = empty(out_shape, out_strides, dtype)
-        lse = empty(lse_shape, lse_strides, float32) if with_lse else None
+        lse = empty(*rows) if with_lse else None
         if alone:
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             aligned = not (at_q | at_k | at_v) % ALIGNMENT
@@ -274,7 +271,7 @@ def bound_forward(
             at_lse = None if lse is None else lse.data_ptr()
             start(grid, 1, 1, stream(index), *fixed, at_q, at_k, at_v, out.data_ptr(), at_lse, *tail)
             return Forward(out, lse, (q, k, v, out, lse) if saves and lse is not None else ())
-        launch_all([kernel], {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
+        launch_all(kernels, {"q": q, "k": k, "v": v, "out": out, "lse": lse} | pointers_of(extras))
         if not saves or lse is None:
             return Forward(out, lse, ())
         return Forward(out, lse, (q, k, v, out, lse, *extras.given(problem)))
@@ -290,8 +287,8 @@ class BoundBackward:
         with_dlse: bool, needs: Needs, shape_of: Callable[[Problem, str], Shape],
     ) -> None:  # fmt: skip
         launches = backward_launches(problem, q, k, v, out, dout, extras, with_dlse, needs, shape_of)
-        self.kernels = [BoundKernel(launch, q.device) for launch in launches]
-        self.dtype, self.empty = q.dtype, empty_on(q.device)
+        self.kernels = [BoundKernel(launch, q.device) for launch in launches if launch.grid]
+        self.dtype, self.empty, self.rows = q.dtype, empty_on(q.device), rows_of(q)
         like = gradients_like(q, k, v, needs)[:3]
         self.gradients = [None if x is None else (tuple(x.shape), x.stride()) for x in like]
         batch, seqlen_q, heads, _ = q.shape
@@ -308,12 +305,11 @@ class BoundBackward:
         """Makes the gradients, and launches one kernel after the other."""
         empty = self.empty
         dq, dk, dv = (None if made is None else empty(*made, self.dtype) for made in self.gradients)
-        rows = tuple(lse.shape), lse.stride(), lse.dtype
         dsinks = None if self.dsinks_shape is None else lse.new_empty(self.dsinks_shape)
         dmask = None if self.dmask_shape is None else lse.new_empty(self.dmask_shape)
         tensors: dict[str, Tensor | None] = {
-            "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": empty(*rows),
-            "total": empty(*rows) if self.coarse else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+            "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, "delta": empty(*self.rows),
+            "total": empty(*self.rows) if self.coarse else None, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
             "dmask": dmask,
         }  # fmt: skip
         launch_all(self.kernels, tensors if extras is NO_EXTRAS else tensors | pointers_of(extras))

@@ -7,7 +7,8 @@ and a row or the reverse, and everything broadcasts.
 Units. exp2 is one instruction, exp is two, so scores are kept in units of log 2: the host multiplies the scale (with a
 softcap: the softcap) by log2(e), the kernels what they load of ALiBi slopes, sinks and LSE, and exp(S - m) becomes
 exp2(S - m). With a float mask that would overflow (finfo.min * log2(e) is -inf, and finfo.min is just a number), so
-there scores stay natural and the difference is multiplied: NATURAL.
+there, and where the call's own scale or softcap is as large, scores stay natural and the difference is multiplied:
+NATURAL.
 """
 
 from __future__ import annotations

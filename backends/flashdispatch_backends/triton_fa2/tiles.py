@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from flashdispatch_registry.arch import sm_number
@@ -96,8 +97,7 @@ def key(problem: Problem, kernel: str) -> str:
 def _row(problem: Problem, kernel: str, dims: str, mask: str) -> str:
     bits = 8 * problem.dtype.itemsize
     number = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
-    kind = _kind(problem)
-    return "/".join((kernel, family(problem.arch), number, dims, mask, *([kind] if kind else [])))
+    return "/".join(filter(None, (kernel, family(problem.arch), number, dims, mask, _kind(problem))))
 
 
 MASKS = ("window", "causal", "full")
@@ -134,11 +134,12 @@ def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((key(problem, kernel), *(_row(problem, kernel, wide, mask) for mask in plainer))))
 
 
-def shipped(problem: Problem, kernel: str) -> Shape:
-    """The table's tile; where nobody has measured one, a small one that fits everywhere."""
+def look_up(problem: Problem, kernel: str, *tables: Mapping[str, Shape]) -> Shape:
+    """The tile of the best row that any table has, an earlier table first; else a small one that fits everywhere."""
     for row in rows(problem, kernel):
-        if row in SHIPPED:
-            return SHIPPED[row]
+        for table in tables:
+            if row in table:
+                return table[row]
     return _careful(problem, kernel)
 
 
@@ -168,22 +169,20 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
     arch = family(problem.arch)
     limit = SHARED_BYTES[arch]
     registers = ACCUMULATOR_REGISTERS if arch != "sm_100" else math.inf
-    for resident in (16, 32, 64, 128):
-        for streamed in (16, 32, 64, 128):
-            for num_warps in (4, 8):
-                for num_stages in (1, 2, 3, 4):
-                    if num_warps == 8 and resident < 64:
-                        continue  # too few rows to share
-                    if resident < 64 and streamed_bytes <= 1024:
-                        continue  # only very wide rows want so few of them
-                    if _accumulators(problem, kernel, resident, streamed) > registers * 32 * num_warps:
-                        continue
-                    # wgmma reads a block from shared memory while num_stages - 1 others are on their way.
-                    blocks = num_stages if arch in ("sm_90", "sm_100") else max(1, num_stages - 1)
-                    block_bytes = streamed * (streamed_bytes + resident * mask_bytes)
-                    if resident * resident_bytes + blocks * block_bytes <= limit:
-                        block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
-                        yield Shape(block_m, block_n, num_warps, num_stages)
+    sizes = (16, 32, 64, 128)
+    for resident, streamed, num_warps, num_stages in product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
+        if num_warps == 8 and resident < 64:
+            continue  # too few rows to share
+        if resident < 64 and streamed_bytes <= 1024:
+            continue  # only very wide rows want so few of them
+        if _accumulators(problem, kernel, resident, streamed) > registers * 32 * num_warps:
+            continue
+        # wgmma reads a block from shared memory while num_stages - 1 others are on their way.
+        blocks = num_stages if arch in ("sm_90", "sm_100") else max(1, num_stages - 1)
+        block_bytes = streamed * (streamed_bytes + resident * mask_bytes)
+        if resident * resident_bytes + blocks * block_bytes <= limit:
+            block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
+            yield Shape(block_m, block_n, num_warps, num_stages)
 
 
 def _accumulators(problem: Problem, kernel: str, resident: int, streamed: int) -> int:
