@@ -17,6 +17,8 @@ import pytest
 import torch
 import triton
 
+from flashdispatch_backends.triton_fa2.arguments import described
+from flashdispatch_backends.triton_fa2.compile import build
 from flashdispatch_backends.triton_fa2.launch import backend
 from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, family
 from flashdispatch_registry import Band, Problem
@@ -76,6 +78,17 @@ to 64. More is a loss of speed that nobody has looked at; a smaller number belon
 fastest on an H200 even so.)"""
 
 
+def names_on_disk(order: Sequence[str]) -> dict[str, str]:
+    """What Triton's cache on disk would call the kernels of a problem, built in this order in a new process."""
+    recipes = {
+        launch.recipe.kernel: launch.recipe
+        for launch in described(PROBLEMS["sm_90 d64 causal"], torch.bool, backend.shape)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "compile", lambda source, **_: source.hash())
+        return {kernel: build(recipes[kernel], 90) for kernel in order}
+
+
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Sequence[KernelFacts]]]]:
     """Of every problem that a test asks for, in the order of the tests."""
@@ -127,3 +140,10 @@ def test_products_of_16_bit_run_on_the_architectures_own_tensor_cores(
     own = {"sm_90": "wgmma", "sm_100": on_sm_100}.get(problem.arch, "mma.sync")
     for kernel in compiled[name].result():
         assert kernel.instructions[own], kernel.kernel
+
+
+def test_a_process_finds_on_disk_what_another_has_compiled_in_another_order() -> None:
+    order = ["forward", "dq", "dkdv"]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        forth, back = pool.map(names_on_disk, [order, order[::-1]])
+    assert forth == back

@@ -74,6 +74,7 @@ class Recipe:
 
 def build(recipe: Recipe, arch: int) -> Any:
     """Compiles for compute capability `arch` (90 for sm_90); needs no GPU. Returns Triton's CompiledKernel."""
+    _hash_in_one_order()
     fn = KERNELS[recipe.kernel]
     names = fn.arg_names
     signature = dict(zip(names, recipe.types, strict=True))
@@ -85,6 +86,16 @@ def build(recipe: Recipe, arch: int) -> Any:
     source = ASTSource(fn, signature, dict(recipe.constants), attributes)
     options = {"num_warps": recipe.shape.num_warps, "num_stages": recipe.shape.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _hash_in_one_order() -> None:
+    """So that every process finds on disk what another has compiled.
+
+    Up to Triton 3.7 a kernel's hash depends on which of the functions it calls were hashed before, for another kernel
+    (triton-lang/triton#10494). Two threads are no trouble: the second waits for the first at each kernel.
+    """
+    for kernel in KERNELS.values():
+        _ = kernel.cache_key
 
 
 def _known_unit(name: str, recipe: Recipe) -> int:
