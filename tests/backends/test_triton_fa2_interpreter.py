@@ -149,6 +149,13 @@ def test_heavy_blocks_come_first(blocks: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 5, 7])
+def test_a_few_heads_at_a_time_take_turns_and_none_is_left_out(at_once: int, blocks: Any) -> None:
+    """Three blocks of five heads."""
+    turns = [range(first, min(first + at_once, 5)) for first in range(0, 5, at_once)]
+    assert blocks["order"][str(at_once)] == [[block, head] for heads in turns for block in range(3) for head in heads]
+
+
 # What was once wrong
 
 

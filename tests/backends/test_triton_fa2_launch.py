@@ -434,6 +434,17 @@ def test_a_scale_that_is_a_whole_number_is_a_float_to_the_kernel(scale: int) -> 
         assert argument(launch, "scale")[0] == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("seqlen_k", "causal", "at_once"),
+    [(256, False, 1), (256, True, 8), (16384, True, 4), (16385, True, 3), (2**20, True, 1), (0, True, 8)],
+)
+def test_as_many_heads_take_turns_under_a_causal_mask_as_fit_into_l2(seqlen_k: int, causal: bool, at_once: int) -> None:
+    """A sequence of 16384 keys and values of 64 numbers in 16 bit is 4 MiB; there are eight heads."""
+    band = Band(right=0) if causal else Band()
+    for launch in launches(*qkv(seqlen_k=seqlen_k), band=band):
+        assert argument(launch, "heads_at_once") == ("i32", at_once)
+
+
 def test_no_distance_overflows_32_bits() -> None:
     (forward, *_) = launches(*qkv(), band=Band(left=2**40, right=2**40))
     assert argument(forward, "left") == ("i32", 512)

@@ -16,7 +16,13 @@ import triton.language as tl
 
 from flashdispatch_backends.triton_fa2.arguments import backward_launches, forward_launch, pointers_of
 from flashdispatch_backends.triton_fa2.compile import KERNELS
-from flashdispatch_backends.triton_fa2.scores import block_start, count_blocks, key_blocks, query_blocks
+from flashdispatch_backends.triton_fa2.scores import (
+    block_start,
+    count_blocks,
+    key_blocks,
+    query_blocks,
+    work_of_program,
+)
 from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Band, Extras, Needs, Problem
 
@@ -47,6 +53,22 @@ def probe(
         tl.store(out, count)
         for index in tl.range(count):
             tl.store(out + 1 + index, block_start(edges, index, cut, BLOCK))
+
+
+@triton.jit
+def probe_order(answers, blocks, heads_at_once):
+    """Program pid writes its block and its head."""
+    block, bh = work_of_program(blocks, heads_at_once)
+    tl.store(answers + 2 * tl.program_id(0), block)
+    tl.store(answers + 2 * tl.program_id(0) + 1, bh)
+
+
+def order(blocks: int, heads: int, heads_at_once: int) -> list[list[int]]:
+    """[block, head] of each program, in the order in which a GPU starts them."""
+    answers = torch.empty(blocks * heads, 2, dtype=torch.int32)
+    probe_order[(blocks * heads,)](answers, blocks, heads_at_once)
+    found: list[list[int]] = answers.tolist()
+    return found
 
 
 def drawn(keys: bool, rng: np.random.Generator, block: int) -> np.ndarray:
@@ -148,6 +170,7 @@ if __name__ == "__main__":
     print(  # noqa: T201  this is what it is for
         json.dumps(
             {of: {name: compared(of == "keys", *band) for name, band in bands.items()} for of in ("keys", "queries")}
+            | {"order": {str(at_once): order(3, 5, at_once) for at_once in (1, 2, 5, 7)}}
             | {
                 "first_program": {
                     f"{kernel} {'causal' if causal else 'full'}": rows_of_first_program(kernel, causal)

@@ -15,8 +15,8 @@ dq_kernel       One program per query block, as in the forward (heavy blocks fir
 dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one query head
                 of the group after the other (GQA: the sum over the group costs nothing). It works on the transposed
                 tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in registers.
-program ids     One dimension, blocks fastest, as in the forward. Under a causal mask the first key block has the most
-                work, so key blocks count up.
+program ids     One dimension, blocks fastest but for heads that take turns, as in the forward. Under a causal mask the
+                first key block has the most work, so key blocks count up.
 tiles           block_m by block_n from `tiles.py`, each kernel with its own; dK and dV are two accumulators, so that
                 registers bound them. Where they are too wide for registers side by side, dkdv_kernel runs once for
                 each, and makes S twice.
@@ -51,6 +51,7 @@ from flashdispatch_backends.triton_fa2.scores import (
     scores,
     sequence,
     store_tile,
+    work_of_program,
 )
 
 COARSE_LSE: tl.constexpr = tl.constexpr(4096.0)
@@ -79,7 +80,7 @@ def dq_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
     stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
+    heads, group, heads_at_once, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -89,11 +90,9 @@ def dq_kernel(
     And unless they are None dq (B, Sq, Hq, D), and dsinks (B, Hq, blocks), which the host sums.
     """
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    block = pid % blocks
+    block, bh = work_of_program(blocks, heads_at_once)
     if right is not None:
         block = blocks - 1 - block
-    bh = pid // blocks
     b, h = bh // heads, bh % heads
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 
@@ -184,17 +183,16 @@ def dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
+    heads, heads_at_once, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept, gradient_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills dk (B, Sk, Hkv, D) and dv (B, Sk, Hkv, Dv), each unless it is None."""
     blocks = tl.cdiv(seqlen_k, BLOCK_N)
-    pid = tl.program_id(0)
-    block = pid % blocks
+    block, b_kv = work_of_program(blocks, heads_at_once)
     heads_kv = heads // GROUP
-    b, kv_head = (pid // blocks) // heads_kv, (pid // blocks) % heads_kv
+    b, kv_head = b_kv // heads_kv, b_kv % heads_kv
     b64, kv64 = tl.cast(b, tl.int64), tl.cast(kv_head, tl.int64)
 
     q_start, q_len, _q_end = sequence(q_starts, q_lens, b, seqlen_q)

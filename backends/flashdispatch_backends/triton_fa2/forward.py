@@ -11,7 +11,8 @@ finished piece by piece (FA-2 section 2.3.1). For each query three running value
 
 program ids     One dimension, query blocks fastest: pid = (b * Hq + h) * blocks + block. The blocks of a head run side
                 by side and find its K and V in the L2 cache. Under a causal mask the last block has the most work, so
-                blocks count down: heavy ones first, and the light ones fill the gaps at the end.
+                blocks count down, and a few heads take turns (`work_of_program`), as many as the L2 cache has room for:
+                heavy blocks first, and light ones fill the gaps at the end.
 tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must fit into registers, and what is fastest
                 is measured. Small tiles let several programs share a multiprocessor, and one's softmax then hides
                 behind another's products. The head dim is not split; it is padded with zeros to a power of two (at
@@ -49,6 +50,7 @@ from flashdispatch_backends.triton_fa2.scores import (
     scores,
     sequence,
     store_tile,
+    work_of_program,
 )
 
 
@@ -57,18 +59,16 @@ def forward_kernel(
     q, k, v, out, lse, mask, slopes, sinks, q_lens, kv_lens, seed, q_starts, k_starts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_mb, stride_mh, stride_mm, stride_mn, stride_slopes,
-    heads, group, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
+    heads, group, heads_at_once, seqlen_q, seqlen_k, left, right, scale, softcap, threshold, kept,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
     NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills out (B, Sq, Hq, Dv) and, unless it is None, lse (B, Hq, Sq). PLAIN: a score is scale * q.k, scale >= 0."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    block = pid % blocks
+    block, bh = work_of_program(blocks, heads_at_once)
     if right is not None:
         block = blocks - 1 - block
-    bh = pid // blocks
     b, h = bh // heads, bh % heads
     b64, h64, kv64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(h // group, tl.int64)
 

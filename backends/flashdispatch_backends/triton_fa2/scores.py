@@ -1,4 +1,4 @@
-"""What the kernels share: where a sequence lies, which blocks see each other, what a score is, what dropout keeps.
+"""What the kernels share: who does what, where a sequence lies, which blocks see each other, what a score is, dropout.
 
 A tile of scores is (block_m, block_n) in the forward, the dQ and the mask kernel, and its transpose in the dK/dV
 kernel. Nothing here knows which way it lies: `i` are the query numbers and `j` the key numbers of a tile, as a column
@@ -17,6 +17,19 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def work_of_program(blocks, heads_at_once):
+    """(block, bh) of this program: the first blocks of `heads_at_once` heads, then their second ones, and so on.
+
+    Then the same of the next heads; the last ones may be fewer.
+    """
+    pid = tl.program_id(0)
+    heads_before = pid // (blocks * heads_at_once) * heads_at_once
+    heads_here = tl.minimum(heads_at_once, tl.num_programs(0) // blocks - heads_before)
+    index = pid - heads_before * blocks
+    return index // heads_here, heads_before + index % heads_here
 
 
 @triton.jit
