@@ -149,10 +149,11 @@ def test_heavy_blocks_come_first(blocks: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5, 7])
-def test_a_few_heads_at_a_time_take_turns_and_none_is_left_out(at_once: int, blocks: Any) -> None:
+@pytest.mark.parametrize("at_once", [None, 1, 2, 5, 7])
+def test_a_few_heads_at_a_time_take_turns_and_none_is_left_out(at_once: int | None, blocks: Any) -> None:
     """Three blocks of five heads."""
-    turns = [range(first, min(first + at_once, 5)) for first in range(0, 5, at_once)]
+    step = at_once or 1
+    turns = [range(first, min(first + step, 5)) for first in range(0, 5, step)]
     assert blocks["order"][str(at_once)] == [[block, head] for heads in turns for block in range(3) for head in heads]
 
 

@@ -435,14 +435,19 @@ def test_a_scale_that_is_a_whole_number_is_a_float_to_the_kernel(scale: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("seqlen_k", "causal", "at_once"),
-    [(256, False, 1), (256, True, 8), (16384, True, 4), (16385, True, 3), (2**20, True, 1), (0, True, 8)],
+    ("seqlen_k", "batch", "at_once"),
+    [(256, 2, 8), (256, 9, 16), (16384, 2, 4), (16385, 2, 3), (2**20, 2, 1), (0, 2, 8)],
 )
-def test_as_many_heads_take_turns_under_a_causal_mask_as_fit_into_l2(seqlen_k: int, causal: bool, at_once: int) -> None:
-    """A sequence of 16384 keys and values of 64 numbers in 16 bit is 4 MiB; there are eight heads."""
-    band = Band(right=0) if causal else Band()
-    for launch in launches(*qkv(seqlen_k=seqlen_k), band=band):
+def test_as_many_heads_take_turns_under_a_causal_mask_as_fit_into_l2(seqlen_k: int, batch: int, at_once: int) -> None:
+    """A sequence has four heads; 16384 keys and values of one, 64 numbers each in 16 bit, are 4 MiB."""
+    for launch in launches(*qkv(seqlen_k=seqlen_k, batch=batch), band=Band(right=0)):
         assert argument(launch, "heads_at_once") == ("i32", at_once)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(left=5, right=0), Band(left=5)], ids=str)
+def test_no_heads_take_turns_where_blocks_have_much_the_same_work(band: Band) -> None:
+    for launch in launches(*qkv(), band=band):
+        assert argument(launch, "heads_at_once") == ("constexpr", None)
 
 
 def test_no_distance_overflows_32_bits() -> None:

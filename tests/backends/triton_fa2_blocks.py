@@ -63,7 +63,7 @@ def probe_order(answers, blocks, heads_at_once):
     tl.store(answers + 2 * tl.program_id(0) + 1, bh)
 
 
-def order(blocks: int, heads: int, heads_at_once: int) -> list[list[int]]:
+def order(blocks: int, heads: int, heads_at_once: int | None) -> list[list[int]]:
     """[block, head] of each program, in the order in which a GPU starts them."""
     answers = torch.empty(blocks * heads, 2, dtype=torch.int32)
     probe_order[(blocks * heads,)](answers, blocks, heads_at_once)
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     print(  # noqa: T201  this is what it is for
         json.dumps(
             {of: {name: compared(of == "keys", *band) for name, band in bands.items()} for of in ("keys", "queries")}
-            | {"order": {str(at_once): order(3, 5, at_once) for at_once in (1, 2, 5, 7)}}
+            | {"order": {str(at_once): order(3, 5, at_once) for at_once in (None, 1, 2, 5, 7)}}
             | {
                 "first_program": {
                     f"{kernel} {'causal' if causal else 'full'}": rows_of_first_program(kernel, causal)

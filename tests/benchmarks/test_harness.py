@@ -117,7 +117,7 @@ def test_the_main_grid_is_the_one_of_the_design() -> None:
     assert all(case.batch * case.seqlen_q == 16384 and case.heads_q * case.head_dim == 2048 for case in cases)
     assert cases[7].id == "bf16-B4-H16-S4096-D128-full"
     assert [case.dtype for case, _ in grid("fp16")] == ["fp16"] * 36
-    assert len(grid("fp32")) == 8
+    assert len(grid("fp32")) == 16
     with pytest.raises(ValueError, match="main"):
         grid("design8")
 

@@ -25,8 +25,9 @@ LARGE = 1e38
 """Of float32: times log2(e) it is still finite, and not much more is."""
 MASK_PARTS = 64
 """Most pieces in which the gradient of a mask without rows is summed: enough programs, little memory."""
+HEADS_AT_ONCE = 16
 BYTES_AT_ONCE = 16 << 20
-"""Of the keys and values of heads that take turns under a causal mask: a third of an H200's L2 cache."""
+"""Heads that take turns under a causal mask, and their keys and values (a third of an H200's L2 cache), at most."""
 KNOWN_STRIDES = frozenset({"stride_mm", "stride_mn"})
 """Strides of a mask that are compiled in where they are 0 or 1."""
 _POINTERS = {
@@ -217,12 +218,13 @@ def _values(
     return values
 
 
-def _heads_at_once(problem: Problem) -> int:
-    """How many heads take turns: only where blocks differ in work is the order in which they start worth anything."""
-    if problem.band.right is None:
-        return 1
+def _heads_at_once(problem: Problem) -> int | None:
+    """How many heads take turns under a causal mask; None where it matters little which blocks are started last."""
+    if problem.band.right is None or problem.band.left is not None:
+        return None
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return max(1, min(BYTES_AT_ONCE // max(1, bytes_of_head), problem.batch * problem.heads_q))
+    most = min(HEADS_AT_ONCE, problem.batch * problem.heads_q)
+    return max(1, min(BYTES_AT_ONCE // max(1, bytes_of_head), most))
 
 
 def _launch(kernel: str, grid: int, shape: Shape, tensors: Tensors, values: Mapping[str, Any]) -> Launch:

@@ -21,13 +21,16 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def work_of_program(blocks, heads_at_once):
-    """(block, bh) of this program: the first blocks of `heads_at_once` heads, then their second ones, and so on.
+    """(block, bh) of this program: one head after the other or, where `heads_at_once` is given, a few heads in turns.
 
-    Then the same of the next heads; the last ones may be fewer.
+    In turns: the first block of each of these heads, the second of each, and so on; then those of the next heads.
     """
     pid = tl.program_id(0)
-    heads_before = pid // (blocks * heads_at_once) * heads_at_once
-    heads_here = tl.minimum(heads_at_once, tl.num_programs(0) // blocks - heads_before)
+    heads_before = pid // blocks
+    heads_here = 1
+    if heads_at_once is not None:
+        heads_before = pid // (blocks * heads_at_once) * heads_at_once
+        heads_here = tl.minimum(heads_at_once, tl.num_programs(0) // blocks - heads_before)  # the last may be fewer
     index = pid - heads_before * blocks
     return index // heads_here, heads_before + index % heads_here
 
