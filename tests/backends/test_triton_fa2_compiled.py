@@ -46,6 +46,7 @@ PROBLEMS: dict[str, Problem] = {
     "sm_90 d64 everything": problem("sm_90", 64, **EVERYTHING),
     "sm_86 d256 float32": problem("sm_86", 256, torch.float32),
     "sm_80 d64 float32": problem("sm_80", 64, torch.float32),
+    **{f"sm_90 d{d} causal float32": problem("sm_90", d, torch.float32, **CAUSAL) for d in (64, 128)},
     **{
         f"{arch} d{d} causal": problem(arch, d, **CAUSAL)
         for arch, d in product(("sm_80", "sm_90", "sm_100"), (256, 128, 64))
@@ -62,6 +63,8 @@ SPILLED: Mapping[str, Mapping[str, int]] = {
     "sm_90 d64 everything": {"dkdv": 256},
     "sm_86 d256 float32": {"forward": 256, "dq": 512, "dk": 448, "dv": 192},
     "sm_80 d64 float32": {"dq": 384, "dkdv": 640},
+    "sm_90 d64 causal float32": {"forward": 64, "dq": 512, "dkdv": 256},
+    "sm_90 d128 causal float32": {"forward": 384, "dq": 64, "dk": 192, "dv": 448},
     "sm_80 d256 causal": {"forward": 320},
     "sm_90 d256 causal": {"forward": 64, "dk": 64, "dv": 192},
     "sm_90 d128 causal": {"dkdv": 256},

@@ -140,12 +140,16 @@ def test_the_blocks_are_those_that_a_brute_force_search_finds(of: str, band: str
     assert band == "full" or found["with_none"] >= 1
 
 
-def test_heavy_blocks_come_first(blocks: Any) -> None:
-    assert blocks["first_program"] == {
-        "forward full": [0, 64],
-        "forward causal": [64, 128],  # the last queries see the most keys
-        "dkdv full": [0, 64],
-        "dkdv causal": [0, 64],  # the first keys are seen by the most queries
+def test_heavy_blocks_of_two_heads_come_first_under_a_causal_mask(blocks: Any) -> None:
+    one_head_after_the_other = [[0, 0], [1, 0], [0, 1], [1, 1]]  # [block, head]
+    last_queries_first, first_keys_first = [[1, 0], [1, 1], [0, 0], [0, 1]], [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert blocks["written"] == {
+        "forward full": one_head_after_the_other,
+        "dq full": one_head_after_the_other,
+        "dkdv full": one_head_after_the_other,
+        "forward causal": last_queries_first,  # they see the most keys
+        "dq causal": last_queries_first,
+        "dkdv causal": first_keys_first,  # the most queries see them
     }
 
 

@@ -435,12 +435,29 @@ def test_a_scale_that_is_a_whole_number_is_a_float_to_the_kernel(scale: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("seqlen_k", "batch", "at_once"),
-    [(256, 2, 8), (256, 9, 16), (16384, 2, 4), (16385, 2, 3), (2**20, 2, 1), (0, 2, 8)],
+    ("changes", "at_once"),
+    [
+        ({}, 8),  # as many as there are
+        ({"batch": 9}, 16),
+        ({"heads_kv": 1}, 8),
+        ({"band": Band(right=5)}, 8),
+        ({"band": Band(right=0, align="top_left")}, 8),
+        ({"seqlen_k": 0}, 8),
+        # 16384 keys and values of a head, 64 numbers each in 16 bit, are 4 MiB.
+        ({"seqlen_k": 16384}, 4),
+        ({"seqlen_k": 16385}, 3),
+        ({"seqlen_k": 16384, "head_dim_v": 192}, 2),
+        ({"seqlen_k": 16384, "dtype": torch.float32}, 2),
+        ({"seqlen_k": 2**20}, 1),
+    ],
 )
-def test_as_many_heads_take_turns_under_a_causal_mask_as_fit_into_l2(seqlen_k: int, batch: int, at_once: int) -> None:
-    """A sequence has four heads; 16384 keys and values of one, 64 numbers each in 16 bit, are 4 MiB."""
-    for launch in launches(*qkv(seqlen_k=seqlen_k, batch=batch), band=Band(right=0)):
+def test_up_to_16_heads_with_16_mib_of_keys_and_values_take_turns_under_a_causal_mask(
+    changes: dict[str, Any], at_once: int, backend: TritonFA2
+) -> None:
+    asked = problem(
+        **({"band": Band(right=0), "batch": 2, "head_dim": 64, "head_dim_v": 64, "seqlen_k": 256} | changes)
+    )
+    for launch in described(asked, torch.bool, backend.shape):
         assert argument(launch, "heads_at_once") == ("i32", at_once)
 
 

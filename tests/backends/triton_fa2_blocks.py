@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 from flashdispatch_backends.triton_fa2.arguments import backward_launches, forward_launch, pointers_of
 from flashdispatch_backends.triton_fa2.compile import KERNELS
@@ -137,32 +139,43 @@ def compared(keys: bool, left: bool, right: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows_of_first_program(kernel: str, causal: bool) -> list[int]:
-    """The rows that program 0 of a problem with two blocks writes: [start, end)."""
+def written_in_order(kernel: str, causal: bool) -> list[list[int]]:
+    """[block, head] of what a kernel writes, one after the other, of two blocks of 64 rows of two heads."""
     problem = Problem(
-        arch="cpu", dtype=torch.float32, batch=1, heads_q=1, heads_kv=1, seqlen_q=128, seqlen_k=128, head_dim=16,
-        head_dim_v=16, scale=0.25, band=Band(right=0) if causal else Band(), needs_grad=("k", "v"),
+        arch="cpu", dtype=torch.float32, batch=1, heads_q=2, heads_kv=2, seqlen_q=128, seqlen_k=128, head_dim=16,
+        head_dim_v=16, scale=0.25, band=Band(right=0) if causal else Band(), needs_grad=("q", "k", "v"),
     )  # fmt: skip
-    q, k, v, dout = torch.randn(4, 1, 128, 1, 16).unbind(0)
+    q, k, v, dout = torch.randn(4, 1, 128, 2, 16).unbind(0)
     extras = Extras()
 
     def shape_of(problem: Problem, kernel: str) -> Shape:
         return Shape(64, 64, 4, 1)
 
-    launch = forward_launch(problem, q, k, v, extras, shape_of)
-    if kernel != "forward":
-        needs = Needs(q=False, k=True, v=True, attn_mask=False, sinks=False)
-        launches = backward_launches(problem, q, k, v, dout, dout, extras, False, needs, shape_of)
-        (launch,) = (x for x in launches if x.recipe.kernel == kernel)
-    written = torch.full_like(q, torch.nan)
-    row = torch.zeros(1, 1, 128)
-    tensors = {"q": q, "k": k, "v": v, "lse": row, "dout": dout, "delta": row} | pointers_of(extras)
-    tensors |= {"out": written, "dv": written, "dk": torch.empty_like(q)}
-    assert launch.grid == 2
-    KERNELS[kernel][(1,)](*(None if name is None else tensors[name] for name in launch.pointers), *launch.rest)
-    rows = written[0, :, 0, 0].isfinite().nonzero().flatten().tolist()
-    assert rows == list(range(rows[0], rows[-1] + 1))
-    return [rows[0], rows[-1] + 1]
+    needs = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
+    launches = backward_launches(problem, q, k, v, dout, dout, extras, False, needs, shape_of)
+    launches.append(forward_launch(problem, q, k, v, extras, shape_of))
+    (launch,) = (launch for launch in launches if launch.recipe.kernel == kernel)
+    row, written, other = torch.zeros(1, 2, 128), torch.full_like(q, torch.nan), torch.zeros_like(q)
+    tensors = {"q": q, "k": k, "v": v, "out": other, "lse": row, "dout": dout, "delta": row} | pointers_of(extras)
+    tensors |= {"dq": other, "dk": other, "dv": other}
+    tensors |= {{"forward": "out", "dq": "dq", "dkdv": "dv"}[kernel]: written}
+    order: list[list[int]] = []
+
+    def look() -> None:
+        done = written.isfinite().view(2, 64, 2, 16).all(3).all(1)
+        order.extend(at for at in done.nonzero().tolist() if at not in order)
+
+    start = InterpreterBuilder.set_grid_idx
+
+    def look_and_start(builder: Any, x: int, y: int, z: int) -> None:
+        look()
+        start(builder, x, y, z)
+
+    with patch.object(InterpreterBuilder, "set_grid_idx", look_and_start):
+        grid = (launch.grid,)
+        KERNELS[kernel][grid](*(None if name is None else tensors[name] for name in launch.pointers), *launch.rest)
+    look()
+    return order
 
 
 if __name__ == "__main__":
@@ -172,9 +185,9 @@ if __name__ == "__main__":
             {of: {name: compared(of == "keys", *band) for name, band in bands.items()} for of in ("keys", "queries")}
             | {"order": {str(at_once): order(3, 5, at_once) for at_once in (None, 1, 2, 5, 7)}}
             | {
-                "first_program": {
-                    f"{kernel} {'causal' if causal else 'full'}": rows_of_first_program(kernel, causal)
-                    for kernel, causal in product(("forward", "dkdv"), (False, True))
+                "written": {
+                    f"{kernel} {'causal' if causal else 'full'}": written_in_order(kernel, causal)
+                    for kernel, causal in product(("forward", "dq", "dkdv"), (False, True))
                 }
             }
         )

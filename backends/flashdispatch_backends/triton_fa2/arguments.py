@@ -26,8 +26,9 @@ LARGE = 1e38
 MASK_PARTS = 64
 """Most pieces in which the gradient of a mask without rows is summed: enough programs, little memory."""
 HEADS_AT_ONCE = 16
+"""Heads that take turns under a causal mask, at most; in the dK/dV kernel that many key/value heads."""
 BYTES_AT_ONCE = 16 << 20
-"""Heads that take turns under a causal mask, and their keys and values (a third of an H200's L2 cache), at most."""
+"""Of one head's keys and values, times the heads that take turns, at most: a third of an H200's L2 cache."""
 KNOWN_STRIDES = frozenset({"stride_mm", "stride_mn"})
 """Strides of a mask that are compiled in where they are 0 or 1."""
 _POINTERS = {
@@ -219,12 +220,15 @@ def _values(
 
 
 def _heads_at_once(problem: Problem) -> int | None:
-    """How many heads take turns under a causal mask; None where it matters little which blocks are started last."""
+    """How many heads take turns under a causal mask; None where it matters little which blocks are started last.
+
+    One number for all kernels and GPUs, found on an H200 (docs/measurements.md, "The order of blocks").
+    """
     if problem.band.right is None or problem.band.left is not None:
         return None
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    most = min(HEADS_AT_ONCE, problem.batch * problem.heads_q)
-    return max(1, min(BYTES_AT_ONCE // max(1, bytes_of_head), most))
+    heads = min(HEADS_AT_ONCE, problem.batch * problem.heads_q)
+    return max(1, min(heads, BYTES_AT_ONCE // max(1, bytes_of_head)))
 
 
 def _launch(kernel: str, grid: int, shape: Shape, tensors: Tensors, values: Mapping[str, Any]) -> Launch:

@@ -15,8 +15,8 @@ dq_kernel       One program per query block, as in the forward (heavy blocks fir
 dkdv_kernel     One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one query head
                 of the group after the other (GQA: the sum over the group costs nothing). It works on the transposed
                 tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in registers.
-program ids     One dimension, blocks fastest but for heads that take turns, as in the forward. Under a causal mask the
-                first key block has the most work, so key blocks count up.
+program ids     As in the forward; in dkdv_kernel of key/value heads. Under a causal mask a few of them take turns, and
+                key blocks count up, since the first one has the most work.
 tiles           block_m by block_n from `tiles.py`, each kernel with its own; dK and dV are two accumulators, so that
                 registers bound them. Where they are too wide for registers side by side, dkdv_kernel runs once for
                 each, and makes S twice.

@@ -92,7 +92,7 @@ def _hash_in_one_order() -> None:
     """So that every process finds on disk what another has compiled.
 
     Up to Triton 3.7 a kernel's hash depends on which of the functions it calls were hashed before, for another kernel
-    (triton-lang/triton#10494). Two threads are no trouble: the second waits for the first at each kernel.
+    (triton-lang/triton#10494 ends that). Two threads are no trouble: the second waits for the first at each kernel.
     """
     for kernel in KERNELS.values():
         _ = kernel.cache_key

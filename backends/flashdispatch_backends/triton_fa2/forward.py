@@ -9,10 +9,9 @@ finished piece by piece (FA-2 section 2.3.1). For each query three running value
 
     O = acc / l  and  LSE = m + log l  are written once, at the end.
 
-program ids     One dimension, query blocks fastest: pid = (b * Hq + h) * blocks + block. The blocks of a head run side
-                by side and find its K and V in the L2 cache. Under a causal mask the last block has the most work, so
-                blocks count down, and a few heads take turns (`work_of_program`), as many as the L2 cache has room for:
-                heavy blocks first, and light ones fill the gaps at the end.
+program ids     One dimension, pid = (b * Hq + h) * blocks + block: the blocks of a head run side by side and find its K
+                and V in the L2 cache. Under a causal mask the last block has the most work, so blocks count down, and a
+                few heads take turns (`work_of_program`): heavy blocks first, and light ones fill the gaps at the end.
 tiles           block_m queries by block_n keys, from `tiles.py`: S and acc must fit into registers, and what is fastest
                 is measured. Small tiles let several programs share a multiprocessor, and one's softmax then hides
                 behind another's products. The head dim is not split; it is padded with zeros to a power of two (at

@@ -1,4 +1,4 @@
-"""What the kernels share: who does what, where a sequence lies, which blocks see each other, what a score is, dropout.
+"""What the kernels share: which block is whose, where a sequence lies, who sees whom, what a score is, what is dropped.
 
 A tile of scores is (block_m, block_n) in the forward, the dQ and the mask kernel, and its transpose in the dK/dV
 kernel. Nothing here knows which way it lies: `i` are the query numbers and `j` the key numbers of a tile, as a column
