@@ -155,7 +155,7 @@ def tiles(
         bool, typer.Option("--json", help="Results as JSON on stdout, progress on stderr.", rich_help_panel=_WHAT)
     ] = False,
 ) -> None:
-    """Find the fastest tile of each kernel on this GPU, and keep it: later calls here use it.
+    """Find the fastest tile of each kernel on this GPU, and keep it: processes started later use it.
 
     Every candidate's results are compared with those of the tile in force, and a wrong one is never kept. Exits with 1
     when a candidate was wrong, or a row could not be tuned.
@@ -288,6 +288,7 @@ def space_view(space: Space) -> RenderableType:
         Fact("space", f"{len(space.rows)} rows of the tile table, {candidates} tiles"),
     ]
     table = _table("kernel", "kept under", "tiles", "measured on")
+    table.columns[1].no_wrap = True  # a name to be copied
     for row in space.rows:
         shapes = "\n".join(_shape(problem) for problem in row.problems)
         table.add_row(Text(row.kernel, "bold"), Text(row.key), str(len(row.space)), Text(shapes))

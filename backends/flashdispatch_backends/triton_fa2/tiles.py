@@ -8,7 +8,7 @@ changes no result beyond rounding. A call reads it when its plan is made; nothin
     num_stages         blocks of K and V (or Q and dO) in shared memory or on their way to it
 
 `SHIPPED` says of each group whether it was measured or only compiled. A tile that ``flashdispatch tune tiles`` found on
-this GPU (`flashdispatch_registry.tile_store`) comes before it.
+this GPU (`flashdispatch_registry.tile_store`) comes before the shipped one of the same row.
 """
 
 from __future__ import annotations
