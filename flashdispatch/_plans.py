@@ -6,9 +6,11 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashdispatch import _forcing, _settings
@@ -154,8 +156,8 @@ def prepare(
     """Compiles ahead what `attention` with the same arguments will run, and returns the plan.
 
     After it such a call neither compiles nor tunes, so it may run while a CUDA graph is being captured. Takes what
-    `attention` takes, or one `Problem`. A kernel may depend on strides that a Problem does not say, such as those of an
-    expanded or transposed mask: run such a call once before capturing.
+    `attention` takes, for q's device, or one `Problem`, for the current one. A kernel may depend on strides that a
+    Problem does not say, such as those of an expanded or transposed mask: run such a call once before capturing.
 
     Raises what `attention` raises when nothing can run.
     """
@@ -163,8 +165,16 @@ def prepare(
         raise InvalidTypeError("prepare() compiles for q's own device; explain(arch=...) answers for another")
     problem, adapters = _asked_about(q, k, v, None, arguments)
     plan, code = commit(problem, *ask(backend), adapters=adapters)
-    code.prepare(problem)
+    with _device_of(q):
+        code.prepare(problem)
     return plan
+
+
+def _device_of(q: Tensor | Problem) -> AbstractContextManager[object]:
+    """Makes a tensor's GPU the current one, as a call does."""
+    if isinstance(q, Tensor) and q.device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.device(q.device)
+    return nullcontext()
 
 
 def _asked_about(

@@ -14,7 +14,7 @@ import torch
 from flashdispatch_registry.errors import InvalidRequestError, InvalidTypeError
 
 _SM = re.compile(r"sm_(\d+)[af]?")
-_NAME = re.compile(r"sm_\d+[af]?|gfx[0-9a-f]+|cpu|cuda|mps|xpu|meta")
+_NAME = re.compile(r"sm_[1-9]\d{1,2}[af]?|gfx[0-9a-f]+|cpu|cuda|mps|xpu|meta")
 
 
 @lru_cache(maxsize=64)

@@ -275,15 +275,39 @@ def test_offsets_past_two_to_the_31() -> None:
     assert torch.equal(swapped, attention(k, q.contiguous(), q.contiguous(), backend=NAME))
 
 
-# Dao-AILab/flash-attention#1782
-def test_a_device_that_is_not_the_current_one() -> None:
+@pytest.fixture
+def here_and_there() -> tuple[list[Tensor], list[Tensor]]:
+    """The same q, k, v and dout on two devices."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    q, k, v, dout = tensors()
-    there = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
-    got, want = run(*there, dout.to("cuda:1"), causal=True), run(q, k, v, dout, causal=True)
-    assert all(torch.equal(got[name].cpu(), want[name].cpu()) for name in want)
-    assert torch.cuda.current_device() == 0
+    here = tensors()
+    return list(here), [x.detach().to("cuda:1").requires_grad_(x.requires_grad) for x in here]
+
+
+# Dao-AILab/flash-attention#1782
+@pytest.mark.parametrize("current", [0, 1])
+def test_calls_on_two_devices_in_turns_whichever_is_current(
+    here_and_there: tuple[list[Tensor], list[Tensor]], current: int
+) -> None:
+    here, there = here_and_there
+    with torch.cuda.device(current):
+        for _ in range(2):
+            got, want = run(*there, causal=True), run(*here, causal=True)
+            assert all(torch.equal(got[name].cpu(), want[name].cpu()) for name in want)
+            assert {x.device.index for x in got.values()} == {1}
+        assert torch.cuda.current_device() == current
+
+
+def test_prepare_compiles_for_the_device_of_the_tensors(
+    here_and_there: tuple[list[Tensor], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashdispatch_backends.triton_fa2 import compile as compiling
+
+    _, there = here_and_there
+    monkeypatch.setattr(compiling, "_compiled", {})
+    flashdispatch.prepare(*there[:3], window=(11, 0), return_lse=True, backend=NAME)
+    monkeypatch.setattr(compiling, "build", lambda *_: pytest.fail("compiled after prepare()"))
+    run(*there, window=(11, 0))
 
 
 def test_compiled_by_torch() -> None:

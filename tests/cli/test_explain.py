@@ -139,6 +139,7 @@ def test_a_disabled_forced_backend_is_our_error(command: Command, monkeypatch: p
         (["--window", "7", "0", "--kv-lens"], "--window with --kv-lens: which query is the last one? Add --q-lens"),
         (["--arch", "h100"], "arch must be an architecture such as 'sm_90', 'sm_120' or 'cpu', got 'h100'"),
         (["--arch", ""], "arch must be an architecture"),
+        (["--arch", "sm_9"], "got 'sm_9'"),
         (["--seqlen", f"{10**23}"], "larger than any that torch can describe"),
         (["--seqlen", f"{10**18}"], f"a tensor of 1 x {10**18} x 16 x 128 is larger than any"),
         (["--seqlen-k", f"{2**63 - 1}", "--batch", "0"], "larger than any"),
