@@ -127,7 +127,10 @@ class Backend(Protocol):
         ...
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles what `problem` needs, so that a later call neither compiles nor tunes. May do nothing."""
+        """Compiles what `problem` needs on the current device, so that a later call there neither compiles nor tunes.
+
+        May do nothing.
+        """
         ...
 
 

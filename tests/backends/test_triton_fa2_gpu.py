@@ -133,8 +133,8 @@ def test_any_head_dim(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(7, 7), (21, 7), (5, 1)], ids=str)
-def test_a_causal_mask_with_more_heads_than_take_turns_at_once_and_a_rest(heads: int, heads_kv: int) -> None:
-    """16 heads take turns; 21, 63 and 15 heads of queries, 21, 21 and 3 of keys."""
+def test_heads_that_do_not_fill_whole_turns_of_16_under_a_causal_mask(heads: int, heads_kv: int) -> None:
+    """21, 63 and 15 heads of queries, 21, 21 and 3 of keys."""
     given = tensors(batch=3, seqlen_q=300, seqlen_k=450, heads=heads, heads_kv=heads_kv)
     assert_right(run(*given, causal=True), truth(*given, causal=True))
 

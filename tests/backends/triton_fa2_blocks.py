@@ -139,6 +139,10 @@ def compared(keys: bool, left: bool, right: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+WATCHED = {"forward": "out", "dq": "dq", "dkdv": "dv"}
+"""A result of each kernel."""
+
+
 def written_in_order(kernel: str, causal: bool) -> list[list[int]]:
     """[block, head] of what a kernel writes, one after the other, of two blocks of 64 rows of two heads."""
     problem = Problem(
@@ -156,14 +160,15 @@ def written_in_order(kernel: str, causal: bool) -> list[list[int]]:
     launches.append(forward_launch(problem, q, k, v, extras, shape_of))
     (launch,) = (launch for launch in launches if launch.recipe.kernel == kernel)
     row, written, other = torch.zeros(1, 2, 128), torch.full_like(q, torch.nan), torch.zeros_like(q)
-    tensors = {"q": q, "k": k, "v": v, "out": other, "lse": row, "dout": dout, "delta": row} | pointers_of(extras)
-    tensors |= {"dq": other, "dk": other, "dv": other}
-    tensors |= {{"forward": "out", "dq": "dq", "dkdv": "dv"}[kernel]: written}
-    order: list[list[int]] = []
+    tensors = {
+        "q": q, "k": k, "v": v, "out": other, "lse": row, "dout": dout, "delta": row, "dq": other, "dk": other,
+        "dv": other, WATCHED[kernel]: written,
+    } | pointers_of(extras)  # fmt: skip
+    seen: list[list[int]] = []
 
     def look() -> None:
         done = written.isfinite().view(2, 64, 2, 16).all(3).all(1)
-        order.extend(at for at in done.nonzero().tolist() if at not in order)
+        seen.extend(at for at in done.nonzero().tolist() if at not in seen)
 
     start = InterpreterBuilder.set_grid_idx
 
@@ -175,7 +180,7 @@ def written_in_order(kernel: str, causal: bool) -> list[list[int]]:
         grid = (launch.grid,)
         KERNELS[kernel][grid](*(None if name is None else tensors[name] for name in launch.pointers), *launch.rest)
     look()
-    return order
+    return seen
 
 
 if __name__ == "__main__":
