@@ -7,8 +7,8 @@ Three lines test a backend with pytest::
     class TestMine(AttentionConformance):
         backend = "mine"
 
-`oracle` is the float64 truth, `tolerance` the noise model and its gates, `cases` the named problems, `inputs` their
-tensors, `suite` runs them. Importing the package or one of its parts loads no pytest.
+`oracle` is the float64 truth, `tolerance` the noise model and its gates, `cases` the problems, `inputs` their tensors;
+`catalogue` lists every check. Importing the package or one of its parts loads no pytest.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from flashdispatch_conformance.cases import Case, Mask, View
+from flashdispatch_conformance.case import Case, Mask, View
 from flashdispatch_conformance.oracle import truth
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Band
@@ -164,12 +164,24 @@ def problem_of(case: Case, dtype: torch.dtype, arch: str, device: torch.device) 
     )
 
 
-def build(case: Case, dtype: torch.dtype, device: str | torch.device, arch: str, seed: int = 0) -> Inputs:
-    """Makes the tensors of `case`. The same (case, dtype, seed) gives the same numbers everywhere."""
+def build(
+    case: Case,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    arch: str,
+    seed: int = 0,
+    given: Mapping[str, Tensor] | None = None,
+) -> Inputs:
+    """Makes the tensors of `case`. The same (case, dtype, seed) gives the same numbers everywhere.
+
+    `given` are float64 values that replace those drawn for q, k, v or dout, by name, in (B, S, H, D), or for the
+    attn_mask, in the case's own shape (bool, or float64).
+    """
     device = torch.device(device)
     problem = problem_of(case, dtype, arch, device)
     generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()) ^ seed)
-    values = _draw(case, problem.scale, generator)
+    given = {} if given is None else given
+    values = _draw(case, problem.scale, generator) | {name: given[name].clone() for name in given}
     for name, lens in (("q", case.q_lens), ("k", case.kv_lens), ("v", case.kv_lens), ("dout", case.q_lens)):
         for b, length in enumerate(lens or ()):
             values[name][b, length:] = torch.nan
@@ -188,7 +200,7 @@ def build(case: Case, dtype: torch.dtype, device: str | torch.device, arch: str,
     dout = place_rows("dout", case.dout_view) if case.dout and case.needs_grad else None
     mask = None
     if case.mask is not None:
-        mask = _place_mask(case, case.mask, dtype, generator, place)
+        mask = _place_mask(case, case.mask, dtype, generator, place, given.get("attn_mask"))
     slopes = sinks = q_lens = kv_lens = None
     if case.alibi is not None:
         per_head = torch.tensor([2.0 ** (-8.0 * (h + 1) / case.heads[0]) for h in range(case.heads[0])])
@@ -202,8 +214,8 @@ def build(case: Case, dtype: torch.dtype, device: str | torch.device, arch: str,
         kv_lens = place("kv_lens", torch.tensor(case.kv_lens), torch.int32)
     dropout_seed: int | Tensor | None = None
     if case.dropout_p:
-        given = case.dropout_seed
-        dropout_seed = given if isinstance(given, int) else place("dropout_seed", torch.tensor(given), torch.int64)
+        chosen = case.dropout_seed
+        dropout_seed = chosen if isinstance(chosen, int) else place("dropout_seed", torch.tensor(chosen), torch.int64)
 
     inputs = Inputs(
         case=case,
@@ -319,11 +331,16 @@ def lay_out(
 
 
 def _place_mask(
-    case: Case, mask: Mask, dtype: torch.dtype, generator: torch.Generator, place: Callable[..., Tensor]
+    case: Case,
+    mask: Mask,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    place: Callable[..., Tensor],
+    given: Tensor | None = None,
 ) -> Tensor:
     """Draws and places a mask; past the lengths, where it has a place for each sequence, it is poison."""
     to = {"bool": torch.bool, "float": dtype, "float32": torch.float32}[mask.kind]
-    logical = _draw_mask(case, mask, to, generator)
+    logical = _draw_mask(case, mask, to, generator) if given is None else given.clone()
     if len(mask.shape) == 4 and mask.shape[0] == case.batch:
         poison = True if mask.kind == "bool" else math.nan
         for b in range(case.batch):

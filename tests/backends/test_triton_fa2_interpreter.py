@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from flashdispatch_conformance import run_case
-from flashdispatch_conformance.cases import NAMED, Case
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.cases import NAMED
 from flashdispatch_registry.problem import DTYPE_NAMES
 
 DTYPES = (torch.float16, torch.float32)

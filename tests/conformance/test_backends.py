@@ -9,7 +9,8 @@ import torch
 
 import flashdispatch
 from flashdispatch_conformance import run_case
-from flashdispatch_conformance.cases import NAMED, Case
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.cases import NAMED
 from flashdispatch_registry.problem import DTYPE_NAMES
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashdispatch_conformance.cases import BY_ID, NAMED, Case
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_conformance.inputs import problem_of
 from flashdispatch_registry import HeadDims, Problem, Support
 from flashdispatch_registry.support import declared_reasons

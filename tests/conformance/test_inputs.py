@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from flashdispatch_conformance.cases import BY_ID, NAMED, Case, View
+from flashdispatch_conformance.case import Case, View
+from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_conformance.inputs import GUARD, bshd, build, lay_out
 
 CASE = Case(id="named/test", why="a test", batch=2, heads=(4, 2), seqlens=(5, 7), dims=(8, 6), dlse=True)

@@ -20,7 +20,8 @@ import flashdispatch
 import flashdispatch_conformance
 from flashdispatch_backends import torch_reference
 from flashdispatch_conformance import AttentionConformance, Result, run_case
-from flashdispatch_conformance.cases import BY_ID, NAMED, Case
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, Needs, Problem, Support
 
 SUPPORT: Support = next(b.spec.support for b in flashdispatch.backends() if b.name == "torch_reference" and b.spec)
@@ -71,7 +72,7 @@ def test_a_right_backend_passes_with_numbers_for_every_tensor(register: Register
     result = run(register(Fake()))
     assert result.outcome == "pass", result.report()
     assert set(result.stats) >= {"out", "lse", "dq", "dk", "dv"}
-    assert (result.case, result.backend, result.dtype) == ("named/length_63", "fake", "bfloat16")
+    assert (result.check, result.backend, result.dtype) == ("named/length_63", "fake", "bfloat16")
     assert 0.05 < result.stats["out"].rms < 0.6
     assert result.judged
     assert not result.refused

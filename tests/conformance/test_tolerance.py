@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashdispatch_conformance import run_case
-from flashdispatch_conformance.cases import BY_ID, NAMED, Case
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_conformance.inputs import build
 from flashdispatch_conformance.oracle import length, position, reduce_to
 from flashdispatch_conformance.philox import keep_mask

@@ -1,0 +1,53 @@
+"""Every check of the suite, and which of them a tier has. Nothing here knows any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.case_check import check_case
+from flashdispatch_conformance.cases import ALL
+from flashdispatch_conformance.check import ALL_DTYPES, BF16, TIERS, Check, Tier, Unit
+
+SMOKE = frozenset(
+    {
+        "named/length_1", "named/length_65", "named/length_704_minus_120", "named/causal_tall", "named/causal_wide",
+        "named/d128", "named/gqa_8_2", "named/window_63", "named/mask_bool_empty_rows", "named/mask_float_grad",
+        "named/lens_causal", "named/softcap_peaked", "named/sinks_window_gqa", "named/alibi_causal",
+    }
+)  # fmt: skip
+"""Cases of the first contact, in bfloat16: one for each feature."""
+
+
+def _check(case: Case) -> Check:
+    return Check(
+        id=case.id,
+        why=case.why,
+        run=partial(check_case, case),
+        dtypes=ALL_DTYPES,
+        smoke_dtypes=(BF16,) if case.id in SMOKE else (),
+    )
+
+
+CHECKS: tuple[Check, ...] = tuple(map(_check, ALL))
+"""In the order of reports."""
+
+BY_ID: Mapping[str, Check] = MappingProxyType({check.id: check for check in CHECKS})
+
+
+def units(tier: Tier) -> tuple[Unit, ...]:
+    """What a tier runs, in the order of reports."""
+    reach = TIERS.index(tier)
+    return tuple(
+        Unit(check, dtype)
+        for check in CHECKS
+        for dtype in check.dtypes
+        if TIERS.index(check.tier) <= reach and (tier != "smoke" or dtype in check.smoke_dtypes)
+    )
+
+
+def unit(id: str) -> Unit:  # noqa: A002  the field's name
+    """By its id. Raises KeyError when there is none."""
+    return {unit.id: unit for unit in units("deep")}[id]
