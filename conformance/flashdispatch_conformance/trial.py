@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import flashdispatch
+from flashdispatch_conformance import stage
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.inputs import Inputs, build
 from flashdispatch_conformance.result import INSTALLATION, NotRun, Outcome, Part, Result
@@ -136,12 +137,14 @@ class Trial:
             return
         self._prepared.add((id(inputs), part))
         self._kept.append(inputs)
+        stage.enter("compiling")
         start = time.perf_counter()
         with torch.set_grad_enabled(part == "gradients"):
             flashdispatch.prepare(inputs.q, inputs.k, inputs.v, **self.arguments(inputs, part))
         self.compile_s += time.perf_counter() - start
 
     def _attention(self, inputs: Inputs, part: Part) -> dict[str, Tensor]:
+        stage.enter("running")
         got = flashdispatch.attention(inputs.q, inputs.k, inputs.v, **self.arguments(inputs, part))
         return {"out": got} if isinstance(got, Tensor) else dict(zip(("out", "lse"), got, strict=True))
 
@@ -150,6 +153,7 @@ class Trial:
     def judge(self, name: str, got: Tensor, expected: Expected, problem: Problem, said: str = "") -> None:
         """Holds one tensor, in the oracle's layout, to the gates; `said` is added to what it breaks."""
         key = name if name not in self.stats else f"{name} ({said or len(self.stats)})"
+        stage.enter("judging")
         stats = judge(name, got, expected, problem)
         self.stats[key] = stats
         for failure in stats.failures:
@@ -187,6 +191,7 @@ def backward(inputs: Inputs, got: Mapping[str, Tensor], *, retain_graph: bool = 
     pairs = [(got["out"], inputs.dout), (got.get("lse"), inputs.dlse)]
     used = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]
     outputs, arriving = [output for output, _ in used], [gradient for _, gradient in used]
+    stage.enter("running")
     gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, retain_graph=retain_graph)
     return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
