@@ -36,6 +36,8 @@ class Check:
     """The smallest tier that has it, where `smoke_dtypes` does not say otherwise."""
     smoke_dtypes: tuple[torch.dtype, ...] = ()
     """Dtypes in which the smoke tier has it too."""
+    alone: bool = False
+    """It needs the machine to itself: a runner runs it after the others, and nothing beside it."""
 
     @classmethod
     def of(
@@ -47,13 +49,14 @@ class Check:
         dtypes: tuple[torch.dtype, ...] = ALL_DTYPES,
         tier: Tier = "full",
         smoke_dtypes: tuple[torch.dtype, ...] = (),
+        alone: bool = False,
     ) -> Check:
         """A check whose body makes calls on a Trial and notes what does not hold."""
 
         def run(target: Target) -> Result:
             return run_trial(id, body, target)
 
-        return cls(id=id, why=why, run=run, dtypes=dtypes, tier=tier, smoke_dtypes=smoke_dtypes)
+        return cls(id=id, why=why, run=run, dtypes=dtypes, tier=tier, smoke_dtypes=smoke_dtypes, alone=alone)
 
 
 @dataclass(frozen=True, slots=True)
