@@ -44,7 +44,7 @@ def units(tier: Tier) -> tuple[Unit, ...]:
         Unit(check, dtype)
         for check in CHECKS
         for dtype in check.dtypes
-        if TIERS.index(check.tier) <= reach and (tier != "smoke" or dtype in check.smoke_dtypes)
+        if TIERS.index(check.tier) <= reach or dtype in check.smoke_dtypes
     )
 
 
