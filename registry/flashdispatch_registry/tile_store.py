@@ -10,7 +10,6 @@ Writers lock and merge; readers need no lock, since a file is replaced as a whol
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import math
@@ -18,18 +17,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from platformdirs import user_cache_path
 
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.backend import BackendSpec
 from flashdispatch_registry.errors import InvalidRequestError, SettingsError
 from flashdispatch_registry.kernels import Tile
+from flashdispatch_registry.source import source_hash, source_of
+from flashdispatch_registry.versions import required_versions
 
 log = logging.getLogger("flashdispatch")
 
@@ -109,7 +108,11 @@ def fingerprint_of(spec: BackendSpec, device_index: int | None = None) -> dict[s
 
     Raises InvalidRequestError when its code comes from no file: nobody could tell when a kernel has changed.
     """
-    return fingerprint(source_hash(_source_of(spec)), spec.requires, device_index)
+    source = source_of(spec)
+    if source is None:
+        module = spec.factory.partition(":")[0]
+        raise InvalidRequestError(f"{spec.name}: {module} comes from no file, so its tiles can't be kept")
+    return fingerprint(source_hash(source), spec.requires, device_index)
 
 
 def fingerprint(source: str, requires: Sequence[str] = (), device_index: int | None = None) -> dict[str, str]:
@@ -125,51 +128,7 @@ def fingerprint(source: str, requires: Sequence[str] = (), device_index: int | N
         index = torch.cuda.current_device() if device_index is None else device_index
         gpu, arch = torch.cuda.get_device_name(index), arch_of(torch.device("cuda", index))
     found = {"gpu": gpu, "arch": arch, "source": source, "torch": str(torch.__version__)}
-    for text in requires:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate():
-            found[requirement.name] = _installed(requirement.name)
-    return found
-
-
-def source_hash(source: Path) -> str:
-    """SHA-256 of the source files of a package's folder, by name and content; or of the one file `source`."""
-    digest = hashlib.sha256()
-    folder = source if source.is_dir() else source.parent
-    for name in sorted(path.relative_to(folder).as_posix() for path in _source_files(source)):
-        content = (folder / name).read_bytes()
-        # With the lengths between them, no two sets of files read the same.
-        digest.update(f"{len(name.encode())} {name} {len(content)} ".encode() + content)
-    return digest.hexdigest()
-
-
-def _source_files(source: Path) -> Sequence[Path]:
-    """Every file but what Python and editors leave: a suffix that is forgotten here would hide a changed kernel."""
-    if source.is_file():
-        return [source]
-    inside = (path for path in source.rglob("*") if path.is_file())
-    return [
-        path
-        for path in inside
-        if not any(part == "__pycache__" or part.startswith(".") for part in path.relative_to(source).parts)
-    ]
-
-
-def _source_of(spec: BackendSpec) -> Path:
-    """The folder of the package that the factory's module is or lies in; a module in no package is its own file."""
-    name = spec.factory.partition(":")[0]
-    module = importlib.import_module(name)
-    file = getattr(module, "__file__", None)
-    if file is None:
-        raise InvalidRequestError(f"{spec.name}: {name} comes from no file, so its tiles can't be kept")
-    return Path(file).parent if hasattr(module, "__path__") or "." in name else Path(file)
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
+    return found | required_versions(requires)
 
 
 def _read(path: Path, backend: str, fingerprint: Mapping[str, str]) -> dict[str, Tuned]:

@@ -16,7 +16,8 @@ import torch
 
 from flashdispatch import _settings
 from flashdispatch_registry import tile_store
-from flashdispatch_registry.tile_store import Tuned, fingerprint, fingerprint_of, load, path_of, save, source_hash
+from flashdispatch_registry.source import source_hash
+from flashdispatch_registry.tile_store import Tuned, fingerprint, fingerprint_of, load, path_of, save
 
 HERE = {"gpu": "NVIDIA H200", "arch": "sm_90", "source": "abc", "torch": "2.13.0"}
 TILE = {"block_m": 128, "block_n": 64, "num_warps": 8}
