@@ -37,6 +37,8 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     seed: int = 0
+    record: Callable[[str, Tensor], None] | None = None
+    """Given every input, judged tensor and truth by name, for whoever wants to look at them."""
 
 
 class NotRunError(Exception):
@@ -70,7 +72,12 @@ class Trial:
         """The tensors of `case` in the target's dtype and device; `given` as for `inputs.build`."""
         target = self.target
         chosen = target.seed if seed is None else seed
-        return build(case, target.dtype, target.device, arch_of(target.device), chosen, given)
+        inputs = build(case, target.dtype, target.device, arch_of(target.device), chosen, given)
+        for name, value in {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.arguments()}.items():
+            self._record(name, value)
+        self._record("dout", inputs.dout)
+        self._record("dlse", inputs.dlse)
+        return inputs
 
     # Declared support
 
@@ -155,9 +162,15 @@ class Trial:
         key = name if name not in self.stats else f"{name} ({said or len(self.stats)})"
         stage.enter("judging")
         stats = judge(name, got, expected, problem)
+        self._record(key, got)
+        self._record(f"{key}: truth", expected.truth)
         self.stats[key] = stats
         for failure in stats.failures:
             self.fail(f"{failure.message} [{said}]" if said else failure.message)
+
+    def _record(self, name: str, value: object) -> None:
+        if self.target.record is not None and isinstance(value, Tensor):
+            self.target.record(name, value)
 
     def result(
         self,
