@@ -8,8 +8,8 @@ They are frozen with the suite's version and never widened for a backend.
 What a backend may round: products and sums are float32; the weights P and the dS of the backward are rounded once to
 the storage dtype; O once; the backward recomputes P from the LSE and takes Delta from the stored O; dK and dV may be
 rounded per query head before they are summed over a GQA group (FlashAttention-2, arXiv 2307.08691, does just that).
-Unit roundoff u: bfloat16 2^-8, float16 2^-11, float32 w = 2^-24; u_m is the rounding of matmul operands (2^-11 with
-TF32, else 0); u_o the rounding of outputs (u, but w with TF32). Elementwise variances, o being the elementwise product
+Unit roundoff u: bfloat16 2^-8, float16 2^-11, float32 w = 2^-24; u_m is the rounding of matmul operands (0 but with
+TF32); u_o the rounding of outputs. Elementwise variances, o being the elementwise product
 and X2 = X o X; A = P o Z are the weights after dropout, t = dT/dR the slope of the softcap:
 
     vT  = (2 u_m^2 + 4 w^2) scale^2 (Q2 K2^T)                      scores
@@ -39,17 +39,31 @@ covers cancellation in float32 sums), eta E the smallest numbers: below 2^-25 (h
 float16 rounds P, dS and outputs to 0, and below 2^-126 float32 and bfloat16 may flush to 0; E says how such errors of
 single weights add up. LSE: sigma = sqrt(r + u_m^2 scale^2 Q2 ((P o t) K)^2) + 4w (1 + |lse| + |row maximum|).
 
-**float32 is judged no finer than float16 rounding** (gate ``float32_coarse``). At u = w the model lacks a term that
-grows with the number of summed values: honest float32 kernels break it on long one-signed sums (z up to 12 was measured
-at Sk = 16384). Until that term is derived, these z are recorded and carry no verdict. The verdict is by a second sigma,
-the same model and the same gates with float16's u = u_o = 2^-11. That is sound whatever the order of summation: a
-correct float16 kernel sums in float32 too, and then rounds P, dS and outputs 2^13 times as coarsely, so who is less
-accurate is wrong. Not found in float32: any error as small as float16's rounding, such as weights kept in float16. The
-LSE is rounded to 16 bits by nobody, so it has one sigma in all dtypes and is judged in full.
+**Long sums.** Each of the N additions of a float32 sum of terms x_k rounds its partial sum s_k: variance w^2 s_k^2.
+The order is the kernel's own (tiles, threads, split keys), so it is taken at random, where E s_k^2 follows from drawing
+k of N terms. With X1 = sum x_k and X2 = sum x_k^2,
 
-**float32 with TF32 is judged no finer than bfloat16 rounding**: u = u_m = u_o = 2^-8 in the second sigma. float16's
-would not do, as TF32 products read 11 bits of q, k, v and dout themselves, and hardware may cut where it does not
-round: errors of one sign, up to 2^-10. bfloat16's rounding is four times that.
+    v_acc(N, X1, X2) = w^2 sum_k E s_k^2 = w^2 (N/3 X1^2 + N/6 X2)
+
+which is one addition after another; tiles and trees do better and are not asked to. It is added to vT / scale^2
+(N = D, X1 = QK^T), to r (the sum of the weights: X1 = 1, X2 = rowsum P2), to vdP (N = Dv), to vd (N = Dv) and, N being
+the number of visible pairs, to O, dQ, dK, dV, dmask and dsink, whose X1 is the truth itself. In 16 bit u is so much
+larger than w that it is only seen on sums of many thousands. In float32 without it, honest kernels break the gates at
+Sk = 16384 (docs/calibration.md has the measurements).
+
+**Truncation.** Matrix units may cut what they add to an accumulator instead of rounding it (Fasi, Higham, Mikaitis and
+Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021, section 4): each addition then loses about
+w |s_k|, always towards 0. The shallowest instruction that float32 runs on sums 8 products, so N terms are N / 8 cuts:
+
+    drift = w N/8 (|X1| / 2 + 2/3 sqrt(X2))       from E|s_k| <= k/N |X1| + sqrt(k/N X2)
+
+is the error of one sign that no kernel can be blamed for. That of the scores goes on to the LSE as rowsum P t drift_S;
+it moves weights both ways, and is left out elsewhere. drift widens the bias gate alone, by its mean in sigmas, and no
+other. In 16 bit it is nothing below thousands of terms.
+
+**float32 with TF32**: u = u_m = u_o = 2^-8. Its products read 10 bits of q, k, v and dout, and hardware may cut where
+it does not round: errors of one sign, up to 2^-10 in each of two factors. Rounding to 2^-8 is what covers them: the
+mean of the cuts, 0.7 * 2^-10, is inside the bias gate of 0.25 * 2^-8.
 
 **float64** has as many digits as the truth, so there is no noise model: |got - truth| <= 1e-10 M, and for a gradient
 that is stored in float32 (sinks, a float32 mask) that one rounding. Sums of up to 1e3 terms with scores up to 1e3 lose
@@ -70,11 +84,14 @@ from flashdispatch_conformance.oracle import Head, Truth, heads, reduce_to, trut
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.problem import Problem
 
-Gate = Literal["shape", "finite", "exact", "rms", "row", "max", "bias", "float32_coarse", "float64"]
+Gate = Literal["shape", "finite", "exact", "rms", "row", "max", "bias", "float64"]
 
 W = 2.0**-24
 """Unit roundoff of float32."""
-TF32_ROUNDOFF = 2.0**-11
+TF32_ROUNDOFF = 2.0**-8
+"""What covers operands cut to 10 bits, as the docstring derives."""
+DEPTH = 8
+"""Products that the shallowest matrix instruction for float32 sums before it adds them to its accumulator."""
 ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: W, torch.float64: 2.0**-53}
 )
@@ -83,19 +100,13 @@ UNDERFLOW: Mapping[torch.dtype, float] = MappingProxyType(
 )
 FLOAT64_RTOL = 1e-10
 
-_JUDGED = (
-    "{}: judged no finer than {} rounding until its own model is derived. Judged: the z-scores called float32_coarse, "
-    "shapes, finiteness, exact zeros. Recorded without a verdict: the other z-scores"
-)
-FLOAT32_JUDGED: Mapping[str, str] = MappingProxyType(
-    {"ieee": _JUDGED.format("float32", "float16"), "tf32": _JUDGED.format("float32 with TF32", "bfloat16")}
-)
-"""What is judged in float32 and what is not, by `Problem.fp32_precision`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What z must satisfy, per tensor. `bias` is |mean(z * sign(truth))|, gated from `bias_numel` elements on."""
+    """What z must satisfy, per tensor.
+
+    `bias` is |mean(z * sign(truth))| less the mean of drift / sigma, gated from `bias_numel` elements on.
+    """
 
     rms: float = 1.5
     row: float = 4.0
@@ -119,8 +130,8 @@ class Expected:
     """float64, same shape; 0 where nothing is summed, so that there only the truth itself passes."""
     exact: Tensor
     """bool, same shape: 0 or -inf by contract (rows that see no key, rows past q_lens, keys that nobody sees)."""
-    coarse: Tensor | None = None
-    """The sigma of the verdict in float32, never missing there: with float16's rounding (TF32: bfloat16's)."""
+    drift: Tensor
+    """float64, same shape: the error of one sign that truncating accumulation may leave; it widens the bias gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +151,13 @@ class Scores:
     """Largest RMS over one row: the last dim of a tensor with a head dim or a mask's keys; else one element."""
     max: float = 0.0
     bias: float = 0.0
+    drift: float = 0.0
+    """Mean of drift / sigma: what the bias gate is widened by."""
     numel: int = 0
     worst_index: tuple[int, ...] = ()
     """Where |z| is largest."""
+    histogram: tuple[int, ...] = ()
+    """Elements with z below -4, in each quarter from -4 to 4, and above 4; empty when there are none."""
 
     def __str__(self) -> str:
         worst = f"max {self.max:.3g} at {list(self.worst_index)}"
@@ -153,10 +168,6 @@ class Scores:
 class Stats(Scores):
     """How one tensor compares with the truth: z under the noise model of its own dtype, and the gates it breaks."""
 
-    judged: bool = True
-    """False in float32: these z-scores are recorded without a verdict, and those of `coarse` are judged."""
-    coarse: Scores | None = None
-    """float32 only: z with float16's rounding (TF32: bfloat16's)."""
     failures: tuple[Failure, ...] = ()
 
 
@@ -172,27 +183,36 @@ class _Roundoff:
     def of(cls, problem: Problem) -> _Roundoff:
         u = ROUNDOFF[problem.dtype]
         if problem.dtype == torch.float32 and problem.fp32_precision == "tf32":
-            return cls(TF32_ROUNDOFF, TF32_ROUNDOFF, W)
+            return cls(TF32_ROUNDOFF, TF32_ROUNDOFF, TF32_ROUNDOFF)
         return cls(u, 0.0, u)
 
-    def coarse(self) -> _Roundoff:
-        """What float32 is held to: float16's rounding of P, dS and outputs; with TF32 bfloat16's, and of operands."""
-        if self.u_m:
-            return _Roundoff(*[ROUNDOFF[torch.bfloat16]] * 3)
-        return _Roundoff(ROUNDOFF[torch.float16], 0.0, ROUNDOFF[torch.float16])
+
+def accumulation(count: Tensor | float, X1: Tensor, X2: Tensor) -> Tensor:
+    """v_acc: variance of a float32 sum of `count` terms, X1 their sum and X2 the sum of their squares."""
+    return W**2 * (count * X1.square() / 3 + count * X2 / 6)
+
+
+def truncation(count: Tensor | float, X1: Tensor, X2: Tensor) -> Tensor:
+    """drift: what the same sum may lose towards 0 in matrix units that cut."""
+    return W * count / DEPTH * (X1.abs() / 2 + X2.sqrt() * (2 / 3))
 
 
 class _Noise:
-    """Variance, absolute sum M and underflow factor E of one tensor, filled head by head."""
+    """Variance, absolute sum M, underflow factor E and summed terms of one tensor, filled head by head."""
 
     def __init__(self, like: Tensor) -> None:
         self.v, self.M, self.E = (torch.zeros_like(like) for _ in range(3))
+        self.count, self.X2 = torch.zeros_like(like), torch.zeros_like(like)
+        """How many terms an element is the sum of, and the sum of their squares."""
+        self.drift = torch.zeros_like(like)
+        """What comes to that of the sum itself."""
         self.exact = torch.ones_like(like, dtype=torch.bool)
 
     def sigma(self, problem: Problem, true: Tensor, stored: torch.dtype) -> Tensor:
         if problem.dtype == torch.float64:
             return FLOAT64_RTOL * self.M + ROUNDOFF[stored] * true.abs() + UNDERFLOW[torch.float64] * self.E
-        return self.v.sqrt() + 2 * W * self.M + UNDERFLOW[problem.dtype] * self.E
+        v = self.v + accumulation(self.count, true, self.X2)
+        return v.sqrt() + 2 * W * self.M + UNDERFLOW[problem.dtype] * self.E
 
 
 def _norm(rows: Tensor) -> Tensor:
@@ -211,16 +231,18 @@ def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Rou
     Q2, K2, V2, O2, P2, A2, dO2, dS2, dR2 = (x.square() for x in (head.Q, head.K, head.V, O, P, A, dO, dS, dR))
     seen_rows, seen_keys = head.visible.any(1), head.visible.any(0)
 
-    vT = (2 * um2 + 4 * w2) * scale**2 * (Q2 @ K2.T)
+    R = scale * (head.Q @ head.K.T)
+    R2 = scale**2 * (Q2 @ K2.T)  # the sum of the squares of its terms
+    vT = (2 * um2 + 4 * w2) * R2 + accumulation(problem.head_dim, R, R2)
     v_slope = torch.zeros_like(T)
     if problem.softcap is not None:
-        R = scale * (head.Q @ head.K.T)
         vT = t.square() * (vT + 4 * w2 * R.square()) + 4 * w2 * T.square()
         v_slope = (2 * T / problem.softcap**2).square() * vT + 4 * w2
     vS = vT + 4 * w2 * torch.where(head.visible, head.S, 0.0).square()
     if problem.alibi or problem.attn_mask == "float":
         vS = vS + 4 * w2 * (T.square() + head.bias.square())
-    r = (P2 * vS).sum(1)
+    row_count, key_count = head.visible.sum(1).double(), head.visible.sum(0).double()
+    r = (P2 * vS).sum(1) + accumulation(row_count, torch.ones_like(row_count), P2.sum(1))
     p_s, sink = head.sink_weight, torch.tensor(0.0) if head.sink is None else head.sink
     r = r + p_s.square() * 4 * w2 * sink.square()
     vO = ((u2 + um2) * A2 + A2 * vS) @ V2 + (r[:, None] + uo2) * O2
@@ -237,16 +259,23 @@ def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Rou
     out.v[b, :n, h] = vO
     out.M[b, :n, h] = A @ head.V.abs()
     out.E[b, :n, h] = 1.0 + kept * _norm(head.V) / total[:, None]
+    out.count[b, :n, h], out.X2[b, :n, h] = row_count[:, None], A2 @ V2
     out.exact[b, :n, h] = ~seen_rows[:, None]
     row = noise["lse"]
     row.v[b, h, :n] = r + um2 * scale**2 * (Q2 * ((P * t) @ head.K).square()).sum(1)
     row.M[b, h, :n] = 2.0 * (1.0 + lse.abs() + top.abs())  # 4w in sigma
+    row.drift[b, h, :n] = (P * t * truncation(problem.head_dim, R, R2)).sum(1)
+    row.drift[b, h, :n] += truncation(row_count, torch.ones_like(row_count), P2.sum(1))
     row.exact[b, h, :n] = ~finite
     if not backward:
         return
 
-    vd = (dO2 * vO).sum(1) + 4 * w2 * ((dO2 * O2).sum(1) + head.dlse.square())
-    vdP = Z.square() * (2 * um2 + 4 * w2) * (dO2 @ V2.T)
+    vO = vO + accumulation(row_count[:, None], O, A2 @ V2)
+    dO2_O2, dO2_V2 = (dO2 * O2).sum(1), dO2 @ V2.T
+    vd = (dO2 * vO).sum(1) + 4 * w2 * (dO2_O2 + head.dlse.square())
+    vd = vd + accumulation(problem.head_dim_v, (dO * O).sum(1), dO2_O2)
+    vdP = (2 * um2 + 4 * w2) * dO2_V2 + accumulation(problem.head_dim_v, dO @ head.V.T, dO2_V2)
+    vdP = Z.square() * vdP
     vdS = u2 * dS2 + dS2 * vS + P2 * vdP
     vdR = t.square() * vdS + dS2 * v_slope
     absolute = (dO.abs() * O.abs()).sum(1) + head.dlse.abs()  # (n,): what Delta is summed from
@@ -257,6 +286,7 @@ def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Rou
     dq.v[b, :n, h] += (r[:, None] + uo2) * head.dQ.square()
     dq.M[b, :n, h] = abs(scale) * (M_dS @ head.K.abs())
     dq.E[b, :n, h] = 1.0 + abs(scale) * _norm(head.K)
+    dq.count[b, :n, h], dq.X2[b, :n, h] = row_count[:, None], scale**2 * (dR2 @ K2)
     dq.exact[b, :n, h] = ~seen_rows[:, None]
     dk = noise["dk"]
     dk.v[b, :m, kv] += scale**2 * (
@@ -269,7 +299,10 @@ def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Rou
     dv.v[b, :m, kv] += ((u2 + um2) * A2 + A2 * vS).T @ dO2 + A2.T @ (r[:, None] * dO2) + uo2 * head.dV.square()
     dv.M[b, :m, kv] += A.T @ dO.abs()
     dv.E[b, :m, kv] += 1.0 + kept * _norm(dO)
+    dk.X2[b, :m, kv] += scale**2 * (dR2.T @ Q2)
+    dv.X2[b, :m, kv] += A2.T @ dO2
     for gradient in (dk, dv):
+        gradient.count[b, :m, kv] += key_count[:, None]
         gradient.exact[b, :m, kv] &= ~seen_keys[:, None]
 
     if "dattn_mask" in noise:
@@ -279,6 +312,8 @@ def _add_head(noise: dict[str, _Noise], head: Head, problem: Problem, unit: _Rou
         noise["dsinks"].v[h] += (p_s.square() * (vd + head.delta.square() * spread)).sum()
         noise["dsinks"].M[h] += (p_s * absolute).sum()
         noise["dsinks"].E[h] += n**0.5
+        noise["dsinks"].count[h] += n
+        noise["dsinks"].X2[h] += (p_s * head.delta).square().sum()
         noise["dsinks"].exact[h] = False
 
 
@@ -292,6 +327,8 @@ def _add_mask(dmask: _Noise, head: Head, vdS: Tensor, vd: Tensor, r: Tensor, M_d
     else:
         reduce_to(dmask.v, vd[:, None] * head.P.square() + r[:, None] * head.dS.square(), b, h)
     reduce_to(dmask.M, M_dS, b, h)
+    reduce_to(dmask.X2, head.dS.square(), b, h)
+    reduce_to(dmask.count, head.visible.double(), b, h)
     seen = torch.zeros_like(dmask.E)
     reduce_to(seen, head.visible.double(), b, h)
     dmask.E += seen  # a count while it is summed, its root at the end
@@ -316,17 +353,13 @@ def expect(
     exact = truth(problem, q, k, v, extras, dout, dlse)
     tensors = {name: value for name in Truth.__slots__ if isinstance(value := getattr(exact, name), Tensor)}
     unit = _Roundoff.of(problem)
-    units = (unit, unit.coarse()) if problem.dtype == torch.float32 else (unit,)
-    noises = [{name: _Noise(value) for name, value in tensors.items()} for _ in units]
+    noise = {name: _Noise(value) for name, value in tensors.items()}
     for head in heads(problem, q, k, v, extras, dout, dlse):
-        for noise, each in zip(noises, units, strict=True):
-            _add_head(noise, head, problem, each, backward)
-    sigma, *coarse = (
-        _sigmas(noise, tensors, problem, each, extras, backward) for noise, each in zip(noises, units, strict=True)
-    )
+        _add_head(noise, head, problem, unit, backward)
+    sigma = _sigmas(noise, tensors, problem, unit, extras, backward)
     return {
-        name: Expected(true, sigma[name], noises[0][name].exact, coarse[0][name] if coarse else None)
-        for name, true in tensors.items()
+        name: Expected(true, sigma[name], each.exact, each.drift + truncation(each.count, true, each.X2))
+        for (name, each), true in zip(noise.items(), tensors.values(), strict=True)
     }
 
 
@@ -373,56 +406,54 @@ def judge(name: str, got: Tensor, expected: Expected, problem: Problem) -> Stats
         failures.append(Failure("exact", f"{text}; {int(inexact.sum())} of {value.numel()} elements like it"))
 
     free = ~exact & value.isfinite() & true.isfinite()
-    error = torch.where(free, value - true, 0.0)
-    scores, coarse = _scores(name, error, expected.sigma, true, free), None
+    scores = _scores(name, torch.where(free, value - true, 0.0), expected, free)
     if problem.dtype == torch.float64:
         if scores.max > 1.0:
             text = f"{name}{list(scores.worst_index)} is off by {scores.max:.3g} times what float64 allows"
             failures.append(Failure("float64", text))
-    elif problem.dtype == torch.float32:
-        if expected.coarse is None:
-            raise ValueError(f"no coarse sigma for {name}: a float32 tensor would go unjudged")
-        coarse = _scores(name, error, expected.coarse, true, free)
-        failures += [
-            Failure("float32_coarse", f"{failure.message} [float32_coarse]") for failure in _broken(name, coarse)
-        ]
     else:
-        failures += _broken(name, scores)
-    return Stats(
-        **{item.name: getattr(scores, item.name) for item in fields(Scores)},
-        judged=coarse is None,
-        coarse=coarse,
-        failures=tuple(failures),
-    )
+        failures += broken(name, scores)
+    return Stats(**{item.name: getattr(scores, item.name) for item in fields(Scores)}, failures=tuple(failures))
 
 
-def _scores(name: str, error: Tensor, sigma: Tensor, true: Tensor, free: Tensor) -> Scores:
-    """The four numbers of z over the elements that are free to have noise; `error` is 0 at the others."""
+def _scores(name: str, error: Tensor, expected: Expected, free: Tensor) -> Scores:
+    """The numbers of z over the elements that are free to have noise; `error` is 0 at the others."""
     count = int(free.sum())
     if not count:
         return Scores()
+    sigma = expected.sigma
     z = torch.where(error == 0, 0.0, error / sigma)  # sigma 0: only the truth passes, else infinite
     per_row = z.square()
     if name not in ("lse", "dsinks"):  # they have one value a row
         per_row = per_row.sum(-1) / free.sum(-1).clamp(min=1)
     worst = int(z.abs().argmax())
+    drift = torch.where(free & (sigma > 0), expected.drift / sigma, 0.0)
     return Scores(
         rms=float((z.square().sum() / count).sqrt()),
         row=float(per_row.max().sqrt()),
         max=float(z.abs().max()),
-        bias=float((z * true.sign()).sum() / count),
+        bias=float((z * expected.truth.sign()).sum() / count),
+        drift=float(drift.sum() / count),
         numel=count,
         worst_index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), z.shape)),
+        histogram=_histogram(z[free]),
     )
 
 
-def _broken(name: str, scores: Scores) -> list[Failure]:
+def _histogram(z: Tensor) -> tuple[int, ...]:
+    edges = torch.arange(-4.0, 4.25, 0.25, dtype=torch.float64)
+    bins = torch.bucketize(z.nan_to_num(), edges, right=True)  # 0 is below -4, the last one from 4 on
+    return tuple(int(count) for count in torch.bincount(bins, minlength=len(edges) + 1))
+
+
+def broken(name: str, scores: Scores) -> list[Failure]:
     """The z gates that `scores` breaks."""
+    bias = max(abs(scores.bias) - scores.drift, 0.0) if scores.numel >= GATES.bias_numel else 0.0
     values: tuple[tuple[Gate, float, float], ...] = (
         ("rms", scores.rms, GATES.rms),
         ("row", scores.row, GATES.row),
         ("max", scores.max, GATES.max),
-        ("bias", abs(scores.bias) if scores.numel >= GATES.bias_numel else 0.0, GATES.bias),
+        ("bias", bias, GATES.bias),
     )
     return [
         Failure(gate, f"{name}: {gate} of z is {value:.3g}, allowed {limit:g}; worst at {list(scores.worst_index)}")
