@@ -1,0 +1,238 @@
+"""What a report says beyond its units and follows from them: counts, worst z-scores, the capability matrix, times.
+
+`report` writes it and `verify` works it out again, both from the entries of ``cases`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from flashdispatch_conformance.document import number, rounded
+from flashdispatch_conformance.result import NotRun, Outcome, Result
+from flashdispatch_conformance.tolerance import Scores, Stats
+from flashdispatch_conformance.verdict import decide
+
+Entry = dict[str, Any]
+"""One unit in a document."""
+
+OUTCOMES: tuple[Outcome, ...] = ("pass", "fail", "error", "unsupported", "waived", "unexpected_pass", "not_run")
+
+SEVERITY: tuple[Outcome, ...] = ("error", "fail", "unexpected_pass", "waived", "pass", "unsupported", "not_run")
+"""The worst first; those that say nothing about the backend last."""
+
+BINS = 34
+"""Of a histogram of z: below -4, 32 of width 0.25, and from 4 on."""
+
+SLOWEST = 10
+MESSAGE_LIMIT = 4000
+
+
+def entry_of(result: Result, *, extra: bool = False) -> Entry:
+    """A result as it stands in a document; fields that say nothing are left out."""
+    entry: Entry = {"id": result.id, "check": result.check, "dtype": result.dtype, "outcome": result.outcome}
+    if extra:
+        entry["extra"] = True
+    if result.not_run is not None:
+        entry["not_run"] = str(result.not_run)
+    if result.waiver:
+        entry["waiver"] = result.waiver
+    if result.messages:
+        entry["messages"] = [_shortened(message) for message in result.messages]
+    if result.refused:
+        entry["refused"] = {part: list(codes) for part, codes in result.refused.items()}
+    if result.stats:
+        entry["tensors"] = {name: _tensor(stats) for name, stats in result.stats.items()}
+    entry |= {"compile_s": rounded(result.compile_s), "run_s": rounded(result.run_s)}
+    if result.peak_bytes is not None:
+        entry["peak_bytes"] = result.peak_bytes
+    return entry
+
+
+def result_of(entry: Mapping[str, Any], backend: str) -> Result:
+    """The result behind an entry, without its numbers: what a verdict is made of."""
+    return Result(
+        check=entry["check"],
+        backend=backend,
+        dtype=entry["dtype"],
+        outcome=entry["outcome"],
+        messages=tuple(entry.get("messages", ())),
+        not_run=NotRun(entry["not_run"]) if "not_run" in entry else None,
+        waiver=entry.get("waiver", ""),
+        refused={part: tuple(codes) for part, codes in entry.get("refused", {}).items()},
+    )
+
+
+def summarise(
+    entries: Sequence[Entry],
+    *,
+    suite: Mapping[str, Any],
+    backend: str,
+    waiver_faults: Sequence[str],
+) -> dict[str, Any]:
+    """The verdict and why, all counts, and the worst z-scores of every tensor and dtype."""
+    results = [result_of(entry, backend) for entry in entries]
+    verdict = decide(results, tier=suite["tier"], modified=suite["modified"], waiver_faults=waiver_faults)
+    counts = Counter(result.outcome for result in results)
+    return {
+        "verdict": verdict.word,
+        "reasons": list(verdict.reasons),
+        "minimum_set": verdict.minimum,
+        "counts": {word: counts[word] for word in OUTCOMES},
+        "not_run": _sorted(Counter(str(result.not_run) for result in results if result.not_run)),
+        "unsupported": _sorted(
+            Counter(
+                code
+                for result in results
+                if result.outcome == "unsupported"
+                for code in sorted({code for codes in result.refused.values() for code in codes})
+            )
+        ),
+        "waiver_faults": list(waiver_faults),
+        "worst": worst(entries, suite["gates"]),
+    }
+
+
+def worst(entries: Iterable[Entry], gates: Mapping[str, float]) -> list[dict[str, Any]]:
+    """For each dtype, tensor and noise model the largest of each number; ``unit`` is where |z| is largest.
+
+    ``model`` is "own" for the noise of the dtype itself and "coarse" for a wider one that is judged in its place. The
+    bias is that of tensors with enough elements to be held to it, or null.
+    """
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for entry in entries:
+        for name, tensor in entry.get("tensors", {}).items():
+            if not tensor["numel"]:
+                continue
+            for model, scores in (("own", tensor), ("coarse", tensor.get("coarse"))):
+                if scores is None:
+                    continue
+                key = (entry["dtype"], tensor_of(name), model)
+                judged = tensor.get("judged", True) if model == "own" else True
+                line = found.setdefault(
+                    key,
+                    {"dtype": key[0], "tensor": key[1], "model": model, "judged": judged, "units": 0}
+                    | {"rms": 0.0, "row": 0.0, "max": 0.0, "bias": None, "unit": entry["id"]},
+                )
+                line["units"] += 1
+                line["judged"] = line["judged"] or judged
+                if size(scores["max"]) > size(line["max"]):
+                    line["unit"] = entry["id"]
+                for gate in ("rms", "row", "max"):
+                    line[gate] = max(line[gate], scores[gate], key=size)
+                if scores["numel"] >= gates["bias_numel"]:
+                    line["bias"] = max(0.0 if line["bias"] is None else line["bias"], scores["bias"], key=size)
+    return list(found.values())
+
+
+def matrix(entries: Iterable[Entry], features: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """For each feature and dtype the worst outcome, how many units there are of each, and the largest judged |z|.
+
+    `features` are the rows of each check, by its id.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in entries:
+        for feature in features[entry["check"]]:
+            cell = found.setdefault(
+                (feature, entry["dtype"]),
+                {
+                    "feature": feature,
+                    "dtype": entry["dtype"],
+                    "outcome": entry["outcome"],
+                    "worst_z": None,
+                    "counts": {},
+                },
+            )
+            cell["outcome"] = min(cell["outcome"], entry["outcome"], key=SEVERITY.index)
+            cell["counts"][entry["outcome"]] = cell["counts"].get(entry["outcome"], 0) + 1
+            for tensor in entry.get("tensors", {}).values():
+                z = judged_scores(tensor)["max"]
+                if tensor["numel"] and (cell["worst_z"] is None or size(z) > size(cell["worst_z"])):
+                    cell["worst_z"] = z
+    return list(found.values())
+
+
+def times(entries: Sequence[Entry], wall_s: float) -> dict[str, Any]:
+    """Seconds of all units together, and of the slowest."""
+
+    def total(entry: Entry) -> float:
+        return number(entry["compile_s"]) + number(entry["run_s"])
+
+    slow = sorted((entry for entry in entries if total(entry) > 0), key=lambda entry: (-total(entry), entry["id"]))
+    return {
+        "wall_s": rounded(wall_s),
+        "compile_s": rounded(math.fsum(number(entry["compile_s"]) for entry in entries)),
+        "run_s": rounded(math.fsum(number(entry["run_s"]) for entry in entries)),
+        "slowest": [{name: entry[name] for name in ("id", "compile_s", "run_s")} for entry in slow[:SLOWEST]],
+    }
+
+
+def histograms(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Counts of z by dtype and tensor, in bins of 0.25 from -4 to 4 with one more at each end."""
+    return added(
+        {"dtype": result.dtype, "tensor": tensor_of(name), "counts": list(counts)}
+        for result in results
+        for name, stats in result.stats.items()
+        if (counts := _histogram(stats))
+    )
+
+
+def added(some: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Histograms of one dtype and tensor added to one."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for one in some:
+        key = (one["dtype"], one["tensor"])
+        before = sums.get(key, [0] * BINS)
+        sums[key] = [a + b for a, b in zip(before, one["counts"], strict=True)]
+    return [{"dtype": dtype, "tensor": tensor, "counts": counts} for (dtype, tensor), counts in sums.items()]
+
+
+def tensor_of(name: str) -> str:
+    """``"dq"`` for ``"dq (gradients call)"``: the tensor that a key of `Result.stats` is about."""
+    return name.partition(" ")[0]
+
+
+def judged_scores(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The scores that a tensor's outcome follows from."""
+    return tensor if tensor.get("judged", True) else tensor["coarse"]
+
+
+def size(value: float | str) -> float:
+    """Magnitude of a report's number; NaN is larger than all."""
+    magnitude = abs(number(value))
+    return math.inf if math.isnan(magnitude) else magnitude
+
+
+def _tensor(stats: Stats) -> dict[str, Any]:
+    found = _scores(stats)
+    if not getattr(stats, "judged", True):
+        found["judged"] = False
+    coarse = getattr(stats, "coarse", None)
+    if coarse is not None:
+        found["coarse"] = _scores(coarse)
+    if stats.failures:
+        found["failures"] = [asdict(failure) for failure in stats.failures]
+    return found
+
+
+def _scores(scores: Scores) -> dict[str, Any]:
+    numbers = {name: rounded(getattr(scores, name)) for name in ("rms", "row", "max", "bias")}
+    return {**numbers, "numel": scores.numel, "worst_index": list(scores.worst_index)}
+
+
+def _histogram(stats: Stats) -> tuple[int, ...]:
+    return tuple(getattr(stats, "histogram", ()))
+
+
+def _shortened(message: str) -> str:
+    if len(message) <= MESSAGE_LIMIT:
+        return message
+    half = MESSAGE_LIMIT // 2
+    return f"{message[:half]}\n[{len(message) - 2 * half} characters left out]\n{message[-half:]}"
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
