@@ -1,4 +1,4 @@
-"""The command line: ``flashdispatch doctor | explain | source | tune | matrix | demo``.
+"""The command line: ``flashdispatch doctor | explain | source | tune | matrix | demo``, and what `mounted` finds.
 
 For people by default; ``--json`` on each command prints one JSON document, and nothing else, on stdout. Exit codes:
 
@@ -10,7 +10,6 @@ For people by default; ``--json`` on each command prints one JSON document, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -18,11 +17,32 @@ from typer.core import TyperGroup
 
 from flashdispatch import __version__
 from flashdispatch.cli import demo, doctor, explain, matrix, source, tune
+from flashdispatch.cli.command import add
+from flashdispatch.cli.mounted import mounted
 from flashdispatch_registry.errors import FlashDispatchError
 
 
 class _Commands(TyperGroup):
-    """Prints our own errors as what they are: messages. Anything else is a bug and keeps its traceback."""
+    """Our commands, and those of `mounted` once one is asked for that is not ours.
+
+    Prints our own errors as what they are: messages. Anything else is a bug and keeps its traceback.
+    """
+
+    def _mount(self) -> None:
+        if not self._mounted:
+            self._mounted = True
+            self.commands.update(mounted(self.commands))
+
+    _mounted = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._mount()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._mount()
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,20 +82,11 @@ def _root(
     """Exact attention on the fastest kernel that is proven right for this problem on this GPU, and why that one."""
 
 
-def _paragraphs(docstring: str | None) -> str:
-    """A docstring's paragraphs, each on one line: the terminal's width, not the source's, breaks them."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (docstring or "").split("\n\n"))
-
-
-def _add(group: typer.Typer, name: str, command: Callable[..., None], examples: str) -> None:
-    group.command(name, help=_paragraphs(command.__doc__), epilog=examples)(command)
-
-
-_add(app, "doctor", doctor.run, doctor.EXAMPLES)
-_add(app, "explain", explain.run, explain.EXAMPLES)
-_add(app, "source", source.run, source.EXAMPLES)
+add(app, "doctor", doctor.run, doctor.EXAMPLES)
+add(app, "explain", explain.run, explain.EXAMPLES)
+add(app, "source", source.run, source.EXAMPLES)
 _tune = typer.Typer(rich_markup_mode="rich", no_args_is_help=True, add_completion=False)
-_add(_tune, "tiles", tune.tiles, tune.EXAMPLES)
+add(_tune, "tiles", tune.tiles, tune.EXAMPLES)
 app.add_typer(_tune, name="tune", help="Measure on this GPU what can be chosen there, and keep it.")
-_add(app, "matrix", matrix.run, matrix.EXAMPLES)
-_add(app, "demo", demo.run, demo.EXAMPLES)
+add(app, "matrix", matrix.run, matrix.EXAMPLES)
+add(app, "demo", demo.run, demo.EXAMPLES)
