@@ -103,7 +103,8 @@ def minimum_set(results: Iterable[Result]) -> tuple[MinimumSet, tuple[str, ...]]
     for result in results:
         if result.check in by_case and result.dtype in MINIMUM_DTYPES:
             by_case[result.check].append(result)
-    unmet, unanswered = [], []
+    unmet: list[str] = []
+    unanswered: list[str] = []
     for case, found in by_case.items():
         if any(result.outcome == "pass" and not set(MINIMUM_PARTS) & set(result.refused) for result in found):
             continue
