@@ -47,6 +47,11 @@ def verify(document: Mapping[str, Any]) -> list[Finding]:
     return found + list(_derived(document))
 
 
+def malformed(document: Mapping[str, Any]) -> list[Finding]:
+    """Where `document` has not the form of a report; what is empty can be shown, compared and merged."""
+    return list(_form(document))
+
+
 def unchecked(document: Mapping[str, Any]) -> list[str]:
     """What `verify` can't tell of this document, in words."""
     found = ["whether the run took place: the seal shows a slip or an edit, and signs for nobody"]

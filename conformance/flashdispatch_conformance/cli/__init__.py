@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from flashdispatch.cli.command import add
-from flashdispatch_conformance.cli import listing, replay, run
+from flashdispatch_conformance.cli import listing, replay, reports, run, selftest
 from flashdispatch_registry.errors import FlashDispatchError, InvalidRequestError, UnknownBackendError
 
 USAGE, ENVIRONMENT = 2, 3
@@ -52,3 +52,8 @@ add(app, "run", run.run, run.EXAMPLES, panel=_RUN)
 add(app, "replay", replay.replay, replay.EXAMPLES, panel=_RUN)
 add(app, "list", listing.list_checks, listing.LIST_EXAMPLES, panel=_CHECKS)
 add(app, "explain", listing.explain, listing.EXPLAIN_EXAMPLES, panel=_CHECKS)
+add(app, "selftest", selftest.selftest, selftest.EXAMPLES, panel=_CHECKS)
+add(app, "report", reports.report, reports.REPORT_EXAMPLES, panel=_REPORTS)
+add(app, "verify", reports.verify, reports.VERIFY_EXAMPLES, panel=_REPORTS)
+add(app, "diff", reports.diff, reports.DIFF_EXAMPLES, panel=_REPORTS)
+add(app, "merge", reports.merge, reports.MERGE_EXAMPLES, panel=_REPORTS)
