@@ -17,12 +17,14 @@ from flashdispatch import _forcing, _settings
 from flashdispatch._arguments import Arguments, check
 from flashdispatch._forcing import Asked
 from flashdispatch._registry import Names, registry
+from flashdispatch_registry import verdicts
 from flashdispatch_registry.arch import check_arch
 from flashdispatch_registry.backend import Backend
 from flashdispatch_registry.errors import BackendLoadError, FallbackWarning, InvalidTypeError
 from flashdispatch_registry.plan import Adapter, Forced, Plan
 from flashdispatch_registry.problem import Problem
 from flashdispatch_registry.select import Entry, nearest, require, select
+from flashdispatch_registry.verdicts import Verdict
 
 log = logging.getLogger("flashdispatch")
 
@@ -37,7 +39,7 @@ traced_cache: dict[Any, Any] = {}
 
 
 def reload_settings() -> None:
-    """Reads the environment again and forgets all cached plans.
+    """Reads the environment and the conformance reports again, and forgets all cached plans.
 
     Needed only after changing FLASHDISPATCH_FALLBACK or FLASHDISPATCH_CHECK in a running process. Plugins stay as they
     were discovered.
@@ -46,6 +48,7 @@ def reload_settings() -> None:
     """
     _settings.read()
     _settings.warn_unknown()
+    verdicts.forget()
     cache.clear()
     traced_cache.clear()
 
@@ -70,6 +73,7 @@ def plan_for(
         forced=forced,
         disabled=disabled,
         issues=known.known_issues(),
+        verdicts=_verdicts(entries, problem.arch),
         refuse_fallback=_settings.read().fallback == "error",
         adapters=adapters,
         notes=notes + overruled,
@@ -112,8 +116,19 @@ def commit_traced(problem: Problem, name: str) -> tuple[Plan, Backend]:
     Raises BackendUnsupportedError when it can't run these sizes.
     """
     known = registry()
-    plan = select(problem, known.entries(), forced=Forced((name,), "torch.compile"), issues=known.known_issues())
+    entries = known.entries()
+    plan = select(
+        problem,
+        entries,
+        forced=Forced((name,), "torch.compile"),
+        issues=known.known_issues(),
+        verdicts=_verdicts(entries, problem.arch),
+    )
     return plan, known.load(require(plan))
+
+
+def _verdicts(entries: Sequence[Entry], arch: str) -> tuple[Verdict, ...]:
+    return verdicts.verdicts_of((entry.spec for entry in entries if entry.spec is not None), arch)
 
 
 def remember(where: dict[Any, Any], key: Any, value: Any) -> None:

@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from flashdispatch_conformance.case import Case
 
-KINDS: Mapping[str, str] = MappingProxyType({"named": "", "pairwise": "", "pinned": "pinned bug reports"})
-"""First part of a check's id -> its row; "" is none but those of the case. Others name themselves."""
+FEATURES: Mapping[str, Callable[[Case], bool]] = MappingProxyType(
+    {
+        "no feature but the sizes": lambda case: not any(has(case) for has in _OPTIONAL.values()),
+        "causal": lambda case: case.causal is True,
+        "causal, top-left": lambda case: case.causal == "top_left",
+        "window": lambda case: case.window is not None,
+        "bool mask": lambda case: case.mask is not None and case.mask.kind == "bool",
+        "float mask": lambda case: case.mask is not None and case.mask.kind != "bool",
+        "mask gradient": lambda case: case.mask is not None and case.mask.grad,
+        "ALiBi": lambda case: case.alibi is not None,
+        "sinks": lambda case: case.sinks,
+        "q_lens, kv_lens": lambda case: case.q_lens is not None or case.kv_lens is not None,
+        "softcap": lambda case: case.softcap is not None,
+        "dropout": lambda case: case.dropout_p > 0,
+        "grouped query heads": lambda case: case.heads[0] != case.heads[1],
+        "one query (decode)": lambda case: case.seqlens[0] == 1 < case.seqlens[1],
+        "Sq differs from Sk": lambda case: case.seqlens[0] != case.seqlens[1] and case.seqlens[0] != 1,
+        "D below 64": lambda case: case.dims[0] < 64,
+        "D 65 to 128": lambda case: 64 < case.dims[0] <= 128,
+        "D above 128": lambda case: case.dims[0] > 128,
+        "Dv differs from D": lambda case: case.dims[0] != case.dims[1],
+        "LSE gradient": lambda case: case.dlse,
+        "deterministic gradients": lambda case: case.deterministic is True,
+        "no gradients": lambda case: not case.needs_grad,
+        "layout bhsd": lambda case: case.layout == "bhsd",
+        "strided tensors": lambda case: any(
+            view != "contiguous" for view in (case.q_view, case.k_view, case.v_view, case.dout_view)
+        ),
+    }
+)
+"""Row -> whether a case counts in it, in the order of the matrix. A case counts in several."""
 
-PLAIN = "no feature but the sizes"
+_OPTIONAL = {name: has for name, has in FEATURES.items() if not name.startswith("no feature")}
+
+CASES = frozenset({"named", "pairwise"})
+"""First parts of the ids of cases that have no row but those of their features. All others have one of their own."""
 
 
 def features(check: str, case: Case | None) -> tuple[str, ...]:
     """The rows that a check counts in; at least one."""
     kind = check.partition("/")[0]
-    row = KINDS.get(kind, kind.replace("_", " "))
-    found = [row] if row else []
-    if case is not None:
-        found += [name for name, has in _has(case).items() if has]
-    return tuple(found) or (PLAIN,)
-
-
-def _has(case: Case) -> dict[str, bool]:
-    """Feature -> whether the case has it, in the order of the matrix."""
-    mask, window = case.mask, case.window
-    views = (case.q_view, case.k_view, case.v_view, case.dout_view)
-    return {
-        "causal": case.causal is True,
-        "causal, top-left": case.causal == "top_left",
-        "window": window is not None,
-        "bool mask": mask is not None and mask.kind == "bool",
-        "float mask": mask is not None and mask.kind != "bool",
-        "mask gradient": mask is not None and mask.grad,
-        "ALiBi": case.alibi is not None,
-        "sinks": case.sinks,
-        "q_lens, kv_lens": case.q_lens is not None or case.kv_lens is not None,
-        "softcap": case.softcap is not None,
-        "dropout": case.dropout_p > 0,
-        "GQA": case.heads[0] != case.heads[1],
-        "one query (decode)": case.seqlens[0] == 1 and case.seqlens[1] > 1,
-        "Sq differs from Sk": case.seqlens[0] != case.seqlens[1] and case.seqlens[0] != 1,
-        "D below 64": case.dims[0] < 64,
-        "D 65 to 128": 64 < case.dims[0] <= 128,
-        "D above 128": case.dims[0] > 128,
-        "Dv differs from D": case.dims[0] != case.dims[1],
-        "LSE gradient": case.dlse,
-        "deterministic": bool(case.deterministic),
-        "layout bhsd": case.layout == "bhsd",
-        "strided tensors": any(view != "contiguous" for view in views),
-        "no gradients": not case.needs_grad,
-    }
+    own = () if case is not None and kind in CASES else (kind.replace("_", " "),)
+    return own if case is None else (*own, *(name for name, has in FEATURES.items() if has(case)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashdispatch_conformance.document import number
+from flashdispatch_conformance.features import FEATURES
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.summary import BINS, OUTCOMES, size
 from flashdispatch_conformance.verdict import BAD, NOT_RUN_WORDS
@@ -204,7 +205,7 @@ def _render(template: str, page: Page) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and ".html" in name,
+        autoescape=jinja2.select_autoescape(("html.j2",)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -259,7 +260,8 @@ def _gist(message: str) -> str:
 
 def _heat(matrix: Sequence[Mapping[str, Any]], dtypes: Sequence[str]) -> Iterator[tuple[str, tuple[Cell | None, ...]]]:
     cells = {(one["feature"], one["dtype"]): _cell(one) for one in matrix}
-    for feature in dict.fromkeys(one["feature"] for one in matrix):
+    order = {name: at for at, name in enumerate(FEATURES)}
+    for feature in sorted({one["feature"] for one in matrix}, key=lambda name: (order.get(name, len(order)), name)):
         yield feature, tuple(cells.get((feature, dtype)) for dtype in dtypes)
 
 

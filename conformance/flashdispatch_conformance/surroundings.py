@@ -187,7 +187,7 @@ def backend(status: BackendStatus) -> dict[str, Any]:
     spec = status.spec
     if spec is None:
         raise InvalidRequestError(f"{status.name} declares nothing, so there is nothing to report on")
-    source = source_of(spec)
+    source = source_of(spec.factory)
     return {
         "name": status.name,
         "distribution": status.distribution,

@@ -13,7 +13,7 @@ from flashdispatch_registry.versions import versions
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ArchState = Literal["portable", "tested", "untested", "impossible", "unknown"]
+ArchState = Literal["portable", "tested", "untested", "nonconformant", "impossible", "unknown"]
 Source = Literal["backend argument", "FLASHDISPATCH_BACKEND", "use_backend()", "set_default_backend()", "torch.compile"]
 
 
@@ -40,11 +40,14 @@ class Candidate:
     version: str
     reasons: tuple[Reason, ...]
     arch_state: ArchState
-    """Tested is what a conformance report says; portable code needs none; unknown when the plugin did not load."""
+    """Tested and nonconformant are what a conformance report says; portable code needs none to be chosen; unknown when
+    the plugin did not load."""
     priority: int
     memory: Memory | None
     fused: bool | None
     numerics: Numerics | None
+    report: str = ""
+    """The file of the conformance report that says so; empty when there is none on this code."""
 
     @property
     def can_run(self) -> bool:

@@ -46,6 +46,7 @@ class Code(StrEnum):
     FALLBACK = "FALLBACK"
     KNOWN_ISSUE = "KNOWN_ISSUE"
     WHY_NOT_RAISED = "WHY_NOT_RAISED"
+    NONCONFORMANT = "NONCONFORMANT"
 
 
 @dataclass(frozen=True, slots=True)

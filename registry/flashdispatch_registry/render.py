@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flashdispatch_registry.plan import Adapter, Candidate, Plan
+from flashdispatch_registry.plan import Adapter, ArchState, Candidate, Plan
 from flashdispatch_registry.reasons import Reason
 from flashdispatch_registry.versions import versions_line
 
@@ -120,10 +120,18 @@ def _head(plan: Plan) -> Iterator[Fact]:
         yield Fact("forced", f"{', '.join(forced.names)} by {forced.source}; nothing else is tried")
         for source, value in forced.overridden:
             yield Fact("over", f"{value} by {source}", "warn")
-    if plan.chosen is not None and plan.candidate(plan.chosen).arch_state == "untested":
-        yield Fact("", f"untested on {plan.problem.arch}: no conformance report covers it here", "warn")
+    if plan.chosen is not None:
+        yield from _tested(plan.candidate(plan.chosen), plan.problem.arch)
     if not plan.candidates:
         yield Fact("", "no backend is registered; a plain clone needs `pip install -e .`", "bad")
+
+
+def _tested(chosen: Candidate, arch: str) -> Iterator[Fact]:
+    """What conformance reports say of the chosen backend."""
+    if chosen.arch_state == "untested":
+        yield Fact("", f"untested on {arch}: no conformance report covers it here", "warn")
+    elif chosen.arch_state == "tested" or (chosen.arch_state == "portable" and chosen.report):
+        yield Fact("", f"conformant on {arch}, by {chosen.report}")
 
 
 def _tail(plan: Plan) -> Iterator[Fact]:
@@ -144,6 +152,8 @@ def _cost(adapter: Adapter) -> str:
     return f"{adapter.name} {adapter.tensor}: {human_bytes(adapter.bytes)} ({adapter.why})"
 
 
+_STATE_TONES: dict[ArchState, Tone] = {"untested": "warn", "nonconformant": "bad"}
+
 COLUMNS = ("backend", "verdict", "arch", "priority", "memory", "fused")
 
 
@@ -152,7 +162,7 @@ def _cells(plan: Plan, candidate: Candidate) -> tuple[tuple[str, Tone], ...]:
     known = candidate.arch_state != "unknown"
     return (
         _verdict(plan, candidate),
-        (candidate.arch_state if known else "–", "warn" if candidate.arch_state == "untested" else "plain"),
+        (candidate.arch_state if known else "–", _STATE_TONES.get(candidate.arch_state, "plain")),
         (str(candidate.priority) if known else "–", "plain"),
         (candidate.memory or "–", "warn" if candidate.memory == "quadratic" else "plain"),
         ({True: "yes", False: "no", None: "–"}[candidate.fused], "warn" if candidate.fused is False else "plain"),

@@ -24,6 +24,7 @@ from flashdispatch_registry.plan import Adapter, ArchState, Candidate, Forced, P
 from flashdispatch_registry.problem import Problem
 from flashdispatch_registry.reasons import Code, Reason
 from flashdispatch_registry.support import declared_reasons
+from flashdispatch_registry.verdicts import CONFORMANT_TIERS, Verdict
 from flashdispatch_registry.versions import versions_line
 
 
@@ -46,19 +47,22 @@ def select(
     forced: Forced | None = None,
     disabled: frozenset[str] = frozenset(),
     issues: Sequence[KnownIssue] = (),
+    verdicts: Sequence[Verdict] = (),
     refuse_fallback: bool = False,
     adapters: tuple[Adapter, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """The plan for `problem`; `Plan.chosen` is None when nothing can run (see `require`).
 
-    With `refuse_fallback` (FLASHDISPATCH_FALLBACK=error) automatic choice takes no unfused or quadratic backend for a
+    `verdicts` are those of reports on the code that is installed here (see `verdicts.verdicts_of`): a conformant one
+    makes a backend tested on its architecture, a nonconformant one keeps automatic choice from it. With
+    `refuse_fallback` (FLASHDISPATCH_FALLBACK=error) automatic choice takes no unfused or quadratic backend for a
     GPU problem.
 
     Raises UnknownBackendError for a forced name that is not registered, DisabledBackendError when every forced name is
     disabled.
     """
-    candidates = [_candidate(problem, entry, disabled) for entry in entries]
+    candidates = [_candidate(problem, entry, disabled, verdicts) for entry in entries]
     if forced is None:
         candidates = [
             _for_auto(problem, candidate, entry.spec, issues, refuse_fallback)
@@ -74,6 +78,8 @@ def select(
         fallback = _fallback(problem, chosen)
     if chosen is not None and forced is not None:
         notes += tuple(f"known issue with {chosen.name}: {i.reason} ({i.url})" for i in _hits(problem, chosen, issues))
+        if chosen.arch_state == "nonconformant":
+            notes += (f"{chosen.name} is nonconformant on {problem.arch}, by {chosen.report}",)
     plan = Plan(
         problem=problem,
         chosen=chosen.name if chosen else None,
@@ -146,7 +152,7 @@ def _check_names(forced: Forced, disabled: frozenset[str], plan: Plan) -> None:
         )
 
 
-def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Candidate:
+def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str], verdicts: Sequence[Verdict]) -> Candidate:
     reasons = list(entry.faults)
     if entry.name in disabled:
         reasons.append(disabled_reason(entry.name))
@@ -154,16 +160,18 @@ def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str]) -> Cand
     if spec is not None:
         reasons += declared_reasons(spec.support, problem)
         reasons += _own_reasons(spec, problem)
+    said = _said(entry.name, problem.arch, verdicts)
     return Candidate(
         name=entry.name,
         distribution=entry.distribution,
         version=entry.version,
         reasons=tuple(reasons),
-        arch_state="unknown" if spec is None else _arch_state(spec, problem.arch),
+        arch_state="unknown" if spec is None else _arch_state(spec, problem.arch, said),
         priority=0 if spec is None else spec.priority_on(problem.arch),
         memory=None if spec is None else spec.memory,
         fused=None if spec is None else spec.fused,
         numerics=None if spec is None else spec.numerics,
+        report="" if said is None else str(said.file),
     )
 
 
@@ -184,6 +192,10 @@ def _for_auto(
         reasons.append(Reason(Code.NOT_AUTO, "backend", "auto", f"its name only: {spec.by_name_only}", fix))
     if candidate.numerics not in (None, "exact"):
         reasons.append(Reason(Code.NOT_AUTO, "numerics", str(candidate.numerics), "exact, chosen automatically", fix))
+    if candidate.arch_state == "nonconformant":
+        fix_it = f"run the conformance suite again when it is fixed, or {fix}"
+        got = f"nonconformant in {candidate.report}"
+        reasons.append(Reason(Code.NONCONFORMANT, "conformance", got, "a backend that did not fail", fix_it))
     slow = _fallback(problem, candidate)
     if slow is not None and refuse_fallback:
         fix = f'FLASHDISPATCH_FALLBACK=warn, or ask for it with backend="{candidate.name}"'
@@ -228,10 +240,22 @@ def _applies(issue: KnownIssue, problem: Problem) -> bool:
         return True
 
 
-def _arch_state(spec: BackendSpec, arch: str) -> ArchState:
+def _said(name: str, arch: str, verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The report that decides: one that failed before one that passed. A partial one decides nothing."""
+    mine = [verdict for verdict in verdicts if (verdict.backend, verdict.arch) == (name, arch)]
+    failed = (verdict for verdict in mine if verdict.word == "nonconformant")
+    passed = (verdict for verdict in mine if verdict.word == "conformant" and verdict.tier in CONFORMANT_TIERS)
+    return next(failed, None) or next(passed, None)
+
+
+def _arch_state(spec: BackendSpec, arch: str, said: Verdict | None) -> ArchState:
+    if said is not None and said.word == "nonconformant":
+        return "nonconformant"
     if spec.portable:
         return "portable"
-    return "untested" if spec.support.impossible_on(arch) is None else "impossible"
+    if spec.support.impossible_on(arch) is not None:
+        return "impossible"
+    return "untested" if said is None else "tested"
 
 
 def _rank(candidate: Candidate, forced: Forced | None) -> tuple[int, bool, int, str]:

@@ -11,15 +11,14 @@ from collections.abc import Collection, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from flashdispatch_registry.backend import BackendSpec
 
+def source_of(factory: str) -> Path | None:
+    """The folder of the package that a factory's module is or lies in; a module in no package is its own file.
 
-def source_of(spec: BackendSpec) -> Path | None:
-    """The folder of the package that the factory's module is or lies in; a module in no package is its own file.
-
-    None when there is no such module, or it comes from no file: nobody could tell when a kernel has changed.
+    `factory` is `BackendSpec.factory`. None when there is no such module, or it comes from no file: nobody could tell
+    when a kernel has changed.
     """
-    name = spec.factory.partition(":")[0]
+    name = factory.partition(":")[0]
     file, is_package = _file_of(name)
     if file is None:
         return None

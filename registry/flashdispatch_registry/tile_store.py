@@ -108,7 +108,7 @@ def fingerprint_of(spec: BackendSpec, device_index: int | None = None) -> dict[s
 
     Raises InvalidRequestError when its code comes from no file: nobody could tell when a kernel has changed.
     """
-    source = source_of(spec)
+    source = source_of(spec.factory)
     if source is None:
         module = spec.factory.partition(":")[0]
         raise InvalidRequestError(f"{spec.name}: {module} comes from no file, so its tiles can't be kept")
