@@ -105,7 +105,9 @@ FLOAT64_RTOL = 1e-10
 class Gates:
     """What z must satisfy, per tensor.
 
-    `bias` is |mean(z * sign(truth))| less the mean of drift / sigma, gated from `bias_numel` elements on.
+    `bias` is |mean(z * sign(truth))| less the mean of drift / sigma. It is a mean of independent errors, and gated,
+    from `bias_numel` elements and `bias_rows` rows of P on: the error of one row's LSE is in all elements that the row
+    contributes to, so that a single query shifts them all one way.
     """
 
     rms: float = 1.5
@@ -113,6 +115,7 @@ class Gates:
     max: float = 8.0
     bias: float = 0.25
     bias_numel: int = 4096
+    bias_rows: int = 64
 
 
 GATES = Gates()
@@ -132,6 +135,8 @@ class Expected:
     """bool, same shape: 0 or -inf by contract (rows that see no key, rows past q_lens, keys that nobody sees)."""
     drift: Tensor
     """float64, same shape: the error of one sign that truncating accumulation may leave; it widens the bias gate."""
+    rows: int
+    """Rows of P that see a key, over all batches and heads: how many LSE the tensor depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,7 @@ class Scores:
     drift: float = 0.0
     """Mean of drift / sigma: what the bias gate is widened by."""
     numel: int = 0
+    rows: int = 0
     worst_index: tuple[int, ...] = ()
     """Where |z| is largest."""
     histogram: tuple[int, ...] = ()
@@ -354,11 +360,13 @@ def expect(
     tensors = {name: value for name in Truth.__slots__ if isinstance(value := getattr(exact, name), Tensor)}
     unit = _Roundoff.of(problem)
     noise = {name: _Noise(value) for name, value in tensors.items()}
+    rows = 0
     for head in heads(problem, q, k, v, extras, dout, dlse):
+        rows += int(head.visible.any(1).sum())
         _add_head(noise, head, problem, unit, backward)
     sigma = _sigmas(noise, tensors, problem, unit, extras, backward)
     return {
-        name: Expected(true, sigma[name], each.exact, each.drift + truncation(each.count, true, each.X2))
+        name: Expected(true, sigma[name], each.exact, each.drift + truncation(each.count, true, each.X2), rows)
         for (name, each), true in zip(noise.items(), tensors.values(), strict=True)
     }
 
@@ -435,6 +443,7 @@ def _scores(name: str, error: Tensor, expected: Expected, free: Tensor) -> Score
         bias=float((z * expected.truth.sign()).sum() / count),
         drift=float(drift.sum() / count),
         numel=count,
+        rows=expected.rows,
         worst_index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), z.shape)),
         histogram=_histogram(z[free]),
     )
@@ -448,7 +457,8 @@ def _histogram(z: Tensor) -> tuple[int, ...]:
 
 def broken(name: str, scores: Scores) -> list[Failure]:
     """The z gates that `scores` breaks."""
-    bias = max(abs(scores.bias) - scores.drift, 0.0) if scores.numel >= GATES.bias_numel else 0.0
+    independent = scores.numel >= GATES.bias_numel and scores.rows >= GATES.bias_rows
+    bias = max(abs(scores.bias) - scores.drift, 0.0) if independent else 0.0
     values: tuple[tuple[Gate, float, float], ...] = (
         ("rms", scores.rms, GATES.rms),
         ("row", scores.row, GATES.row),

@@ -289,29 +289,39 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=DTYPE_NAMES.get)
+NONE_IN_FLOAT32 = {"scores_rounded", "truncating_store"}
+"""Rounding scores to the dtype, and cutting the last bit of what is stored: in float32 neither is a fault."""
+IN_FLOAT32 = [fault for fault in FAULTS if fault[0] not in NONE_IN_FLOAT32]
+
+
+@pytest.mark.parametrize(("fault", "case", "tensor", "gate"), IN_FLOAT32)
+def test_a_seeded_fault_breaks_its_gate_in_float32(fault: str, case: str, tensor: str, gate: str) -> None:
+    assert gate in {failure.gate for failure in run(BY_ID[case], torch.float32, fault)[tensor].failures}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=DTYPE_NAMES.get)
 @pytest.mark.parametrize(("fault", "case", "tensor", "gate"), FAULTS)
 def test_a_seeded_fault_breaks_its_gate(fault: str, case: str, tensor: str, gate: str, dtype: torch.dtype) -> None:
     broken = {failure.gate for failure in run(BY_ID[case], dtype, fault)[tensor].failures}
     assert gate in broken
 
 
-@pytest.mark.parametrize(("fault", "case", "tensor", "gate"), FAULTS)
+@pytest.mark.parametrize(("fault", "case", "tensor", "gate"), IN_FLOAT32)
 def test_a_seeded_fault_is_found_with_tf32_too(fault: str, case: str, tensor: str, gate: str) -> None:
     assert any(stats.failures for stats in run(BY_ID[case], torch.float32, fault, "tf32").values())
 
 
 def judge_one(
-    got: Tensor, truth: Tensor, sigma: float, dtype: torch.dtype = torch.bfloat16, drift: float = 0.0
+    got: Tensor, truth: Tensor, sigma: float, dtype: torch.dtype = torch.bfloat16, drift: float = 0.0, rows: int = 64
 ) -> Stats:
     problem = replace(build(NAMED[0], torch.bfloat16, "cpu", "cpu").problem, dtype=dtype)
     sigmas = torch.full(truth.shape, sigma, dtype=torch.float64)
-    expected = Expected(truth.double(), sigmas, truth.double() == NEG_INF, drift * sigmas)
+    expected = Expected(truth.double(), sigmas, truth.double() == NEG_INF, drift * sigmas, rows)
     return judge("out", got, expected, problem)
 
 
 def test_the_gates_are_frozen() -> None:
-    assert Gates(rms=1.5, row=4.0, max=8.0, bias=0.25, bias_numel=4096) == GATES
+    assert Gates(rms=1.5, row=4.0, max=8.0, bias=0.25, bias_numel=4096, bias_rows=64) == GATES
 
 
 def test_statistics_are_over_rows_of_the_last_dim() -> None:
@@ -331,6 +341,11 @@ def test_statistics_are_over_rows_of_the_last_dim() -> None:
 def test_bias_is_gated_from_4096_elements_on(count: int, broken: set[str]) -> None:
     truth = torch.ones(1, 1, 1, count)
     assert {f.gate for f in judge_one(truth * 0.7, truth, sigma=1.0).failures} == broken
+
+
+def test_bias_is_not_gated_where_a_few_rows_shift_everything() -> None:
+    truth = torch.ones(1, 1, 1, 4096)
+    assert not judge_one(truth * 0.7, truth, sigma=1.0, rows=63).failures
 
 
 def test_a_nan_or_a_missing_infinity_breaks_finite_and_a_near_zero_breaks_exact() -> None:
@@ -385,7 +400,8 @@ def test_long_sums_are_nothing_in_16_bit(dtype: torch.dtype) -> None:
     """The gates of 16 bit were calibrated without these terms, and stay what they were."""
     inputs = build(BY_ID["named/peaked"], dtype, "cpu", "cpu")
     for name, expected in expect(inputs.problem, *inputs.canonical()).items():
-        assert float((expected.drift / expected.sigma).mean()) < (0.3 if name == "lse" else 0.01)
+        if name != "lse":  # which is float32 in every dtype
+            assert float((expected.drift / expected.sigma).mean()) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
