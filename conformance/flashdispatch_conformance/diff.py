@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashdispatch_conformance.document import number
-from flashdispatch_conformance.summary import judged_scores, size
+from flashdispatch_conformance.summary import size
 
 MOVED = 0.2
 """A z-score counts as moved from this relative change on."""
@@ -31,7 +31,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A number of a tensor's judged z-scores that moved."""
+    """A number of a tensor's z-scores that moved."""
 
     unit: str
     tensor: str
@@ -139,7 +139,7 @@ def _moves(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Move
         if other is None:
             continue
         for gate in ("rms", "row", "max", "bias"):
-            first, second = number(judged_scores(tensor)[gate]), number(judged_scores(other)[gate])
+            first, second = number(tensor[gate]), number(other[gate])
             if max(size(first), size(second)) >= NOISE and _ratio(first, second) > MOVED:
                 yield Move(before["id"], name, gate, first, second)
 

@@ -91,7 +91,6 @@ class Worst:
 
     dtype: str
     tensor: str
-    note: str
     scores: tuple[Score, ...]
     unit: str
 
@@ -274,24 +273,22 @@ def _cell(one: Mapping[str, Any]) -> Cell:
 
 def _worst(document: Mapping[str, Any]) -> Iterator[Worst]:
     gates = document["suite"]["gates"]
-    order = {name: at for at, name in enumerate(DTYPES)}
-    for one in sorted(document["summary"]["worst"], key=lambda one: (order[one["dtype"]], one["model"])):
+    for one in _by_dtype(document["summary"]["worst"]):
         limits = {"max": 1.0} if one["dtype"] == "float64" else gates
-        notes = [] if one["model"] == "own" else ["held to a coarser rounding"]
-        notes += [] if one["judged"] else ["recorded, not judged"]
         scores = []
         for gate in GATES:
             value = one[gate]
-            share = None
-            if value is not None and one["judged"] and gate in limits:
-                share = min(size(value) / limits[gate], 1.0)
+            share = min(size(value) / limits[gate], 1.0) if value is not None and gate in limits else None
             scores.append(Score("–" if value is None else _number(value), share))
-        yield Worst(one["dtype"], one["tensor"], ", ".join(notes), tuple(scores), one["unit"])
+        yield Worst(one["dtype"], one["tensor"], tuple(scores), one["unit"])
+
+
+def _by_dtype(some: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(some, key=lambda one: DTYPES.index(one["dtype"]))
 
 
 def _histograms(some: Sequence[Mapping[str, Any]]) -> Iterator[Histogram]:
-    order = {name: at for at, name in enumerate(DTYPES)}
-    for one in sorted(some, key=lambda one: order[one["dtype"]]):
+    for one in _by_dtype(some):
         counts = one["counts"]
         total, most = sum(counts), max(counts)
         if not total:

@@ -13,7 +13,7 @@ from typing import Any
 
 from flashdispatch_conformance.document import number, rounded
 from flashdispatch_conformance.result import NotRun, Outcome, Result
-from flashdispatch_conformance.tolerance import Scores, Stats
+from flashdispatch_conformance.tolerance import Stats
 from flashdispatch_conformance.verdict import decide
 
 Entry = dict[str, Any]
@@ -26,6 +26,9 @@ SEVERITY: tuple[Outcome, ...] = ("error", "fail", "unexpected_pass", "waived", "
 
 BINS = 34
 """Of a histogram of z: below -4, 32 of width 0.25, and from 4 on."""
+
+NUMBERS = ("rms", "row", "max", "bias", "drift")
+"""Of a tensor's scores, those that are rounded."""
 
 SLOWEST = 10
 MESSAGE_LIMIT = 4000
@@ -97,39 +100,39 @@ def summarise(
 
 
 def worst(entries: Iterable[Entry], gates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """For each dtype, tensor and noise model the largest of each number; ``unit`` is where |z| is largest.
+    """For each dtype and tensor the largest of each number; ``unit`` is where |z| is largest.
 
-    ``model`` is "own" for the noise of the dtype itself and "coarse" for a wider one that is judged in its place. The
-    bias is that of tensors with enough elements to be held to it, or null.
+    The bias is what is held to the gate: less the tensor's drift, of tensors with enough elements and rows; else null.
     """
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry.get("tensors", {}).items():
             if not tensor["numel"]:
                 continue
-            for model, scores in (("own", tensor), ("coarse", tensor.get("coarse"))):
-                if scores is None:
-                    continue
-                key = (entry["dtype"], tensor_of(name), model)
-                judged = tensor.get("judged", True) if model == "own" else True
-                line = found.setdefault(
-                    key,
-                    {"dtype": key[0], "tensor": key[1], "model": model, "judged": judged, "units": 0}
-                    | {"rms": 0.0, "row": 0.0, "max": 0.0, "bias": None, "unit": entry["id"]},
-                )
-                line["units"] += 1
-                line["judged"] = line["judged"] or judged
-                if size(scores["max"]) > size(line["max"]):
-                    line["unit"] = entry["id"]
-                for gate in ("rms", "row", "max"):
-                    line[gate] = max(line[gate], scores[gate], key=size)
-                if scores["numel"] >= gates["bias_numel"]:
-                    line["bias"] = max(0.0 if line["bias"] is None else line["bias"], scores["bias"], key=size)
+            key = (entry["dtype"], tensor_of(name))
+            line = found.setdefault(
+                key,
+                {"dtype": key[0], "tensor": key[1], "units": 0}
+                | {"rms": 0.0, "row": 0.0, "max": 0.0, "bias": None, "unit": entry["id"]},
+            )
+            line["units"] += 1
+            if size(tensor["max"]) > size(line["max"]):
+                line["unit"] = entry["id"]
+            for gate in ("rms", "row", "max"):
+                line[gate] = max(line[gate], tensor[gate], key=size)
+            if tensor["numel"] >= gates["bias_numel"] and tensor["rows"] >= gates["bias_rows"]:
+                line["bias"] = max(0.0 if line["bias"] is None else line["bias"], held_bias(tensor), key=size)
     return list(found.values())
 
 
+def held_bias(tensor: Mapping[str, Any]) -> float | str:
+    """A tensor's bias beyond its drift, with its sign."""
+    bias, drift = number(tensor["bias"]), number(tensor["drift"])
+    return rounded(math.copysign(max(abs(bias) - drift, 0.0), bias))
+
+
 def matrix(entries: Iterable[Entry], features: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    """For each feature and dtype the worst outcome, how many units there are of each, and the largest judged |z|.
+    """For each feature and dtype the worst outcome, how many units there are of each, and the largest |z|.
 
     `features` are the rows of each check, by its id.
     """
@@ -149,7 +152,7 @@ def matrix(entries: Iterable[Entry], features: Mapping[str, Sequence[str]]) -> l
             cell["outcome"] = min(cell["outcome"], entry["outcome"], key=SEVERITY.index)
             cell["counts"][entry["outcome"]] = cell["counts"].get(entry["outcome"], 0) + 1
             for tensor in entry.get("tensors", {}).values():
-                z = judged_scores(tensor)["max"]
+                z = tensor["max"]
                 if tensor["numel"] and (cell["worst_z"] is None or size(z) > size(cell["worst_z"])):
                     cell["worst_z"] = z
     return list(found.values())
@@ -173,10 +176,10 @@ def times(entries: Sequence[Entry], wall_s: float) -> dict[str, Any]:
 def histograms(results: Iterable[Result]) -> list[dict[str, Any]]:
     """Counts of z by dtype and tensor, in bins of 0.25 from -4 to 4 with one more at each end."""
     return added(
-        {"dtype": result.dtype, "tensor": tensor_of(name), "counts": list(counts)}
+        {"dtype": result.dtype, "tensor": tensor_of(name), "counts": list(stats.histogram)}
         for result in results
         for name, stats in result.stats.items()
-        if (counts := _histogram(stats))
+        if stats.histogram
     )
 
 
@@ -195,11 +198,6 @@ def tensor_of(name: str) -> str:
     return name.partition(" ")[0]
 
 
-def judged_scores(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scores that a tensor's outcome follows from."""
-    return tensor if tensor.get("judged", True) else tensor["coarse"]
-
-
 def size(value: float | str) -> float:
     """Magnitude of a report's number; NaN is larger than all."""
     magnitude = abs(number(value))
@@ -207,24 +205,11 @@ def size(value: float | str) -> float:
 
 
 def _tensor(stats: Stats) -> dict[str, Any]:
-    found = _scores(stats)
-    if not getattr(stats, "judged", True):
-        found["judged"] = False
-    coarse = getattr(stats, "coarse", None)
-    if coarse is not None:
-        found["coarse"] = _scores(coarse)
+    found: dict[str, Any] = {name: rounded(getattr(stats, name)) for name in NUMBERS}
+    found |= {"numel": stats.numel, "rows": stats.rows, "worst_index": list(stats.worst_index)}
     if stats.failures:
         found["failures"] = [asdict(failure) for failure in stats.failures]
     return found
-
-
-def _scores(scores: Scores) -> dict[str, Any]:
-    numbers = {name: rounded(getattr(scores, name)) for name in ("rms", "row", "max", "bias")}
-    return {**numbers, "numel": scores.numel, "worst_index": list(scores.worst_index)}
-
-
-def _histogram(stats: Stats) -> tuple[int, ...]:
-    return tuple(getattr(stats, "histogram", ()))
 
 
 def _shortened(message: str) -> str:
