@@ -21,9 +21,9 @@ Backward, Algorithm 2, for a tile of keys j and then each tile of queries i:
     dS    = P o (dP - delta_i)                                                          line 14
     dQ_i += round(dS) K_j         dK_j += round(dS)^T Q_i                               lines 15, 16
 
-Rounding is the contract's: products, sums and statistics in float32; P and dS once to the storage dtype; O once; delta from
-the stored O; dK and dV once per query head, before the sum over a GQA group, and once after it. float16 and bfloat16
-values are multiplied as float32 numbers, whose products are exact: that is what tensor cores do, and faster on a CPU.
+Rounding is the contract's: products, sums and statistics in float32; P and dS once to the storage dtype; O once; delta
+from the stored O; dK and dV once per query head, before the sum over a GQA group, and once after it. 16-bit values are
+multiplied as float32 numbers, whose products are exact: that is what tensor cores do, and faster on a CPU.
 
 Letters: B batch, Hq/Hkv query and key/value heads, Sq/Sk lengths, D/Dv head dims, m/n rows and keys of a tile. Tensors
 arrive as (B, S, H, D); tiles are (B, Hq, m, D), all batches and heads at once.
@@ -65,13 +65,6 @@ SUPPORT = Support(
     deterministic=True,
 )
 """Everything in the contract, on a CPU."""
-
-
-def spec(name: str, factory: str) -> BackendSpec:
-    """The declaration of an emulation that `factory` names, to be registered at run time and forced by name."""
-    return BackendSpec(
-        name=name, factory=factory, support=SUPPORT, by_name_only="an emulation, for the suite's own test", fused=False
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +402,31 @@ class Emulation:
         if total is not None:
             P = P / total
         return -(P * delta).sum((0, 2, 3))
+
+
+class SmallTiles(Emulation):
+    """32 queries by 48 keys: more steps of every sum, and tails elsewhere."""
+
+    block_m = 32
+    block_n = 48
+
+
+class LargeTiles(Emulation):
+    """128 by 128: most problems of the suite are one tile."""
+
+    block_m = 128
+    block_n = 128
+
+
+def spec(name: str, backend: type[Emulation]) -> BackendSpec:
+    """The declaration of an emulation, to be registered at run time and called by name. It must be importable."""
+    return BackendSpec(
+        name=name,
+        factory=f"{backend.__module__}:{backend.__qualname__}",
+        support=SUPPORT,
+        by_name_only="an emulation, for the suite's own test",
+        fused=False,
+    )
 
 
 def _heads_first(x: Tensor) -> Tensor:
