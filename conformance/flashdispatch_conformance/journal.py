@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flashdispatch_conformance.result import NotRun, Result
-from flashdispatch_conformance.tolerance import Failure, Scores, Stats
+from flashdispatch_conformance.tolerance import Failure, Stats
 
 Identity = Mapping[str, Any]
 """What the results of a journal are about, as JSON: backend, source hashes, versions, device, seed, units."""
@@ -89,13 +89,5 @@ def _result(data: dict[str, Any]) -> Result:
 
 
 def _stats(data: dict[str, Any]) -> Stats:
-    coarse = data["coarse"]
-    changed = {
-        "coarse": None if coarse is None else Scores(**_tuples(coarse)),
-        "failures": tuple(Failure(**failure) for failure in data["failures"]),
-    }
-    return Stats(**(_tuples(data) | changed))
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    numbers = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return Stats(**(numbers | {"failures": tuple(Failure(**failure) for failure in data["failures"])}))

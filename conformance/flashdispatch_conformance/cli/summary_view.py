@@ -11,9 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flashdispatch_conformance.document import number
+from flashdispatch_conformance.pages import replay_line
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.verdict import BAD, NOT_RUN_WORDS
-from flashdispatch_registry.render import STYLES, Fact, Tone, facts_view
+from flashdispatch_registry.render import Fact, Tone, facts_view
 
 TONES: dict[str, Tone] = {"conformant": "good", "partial": "warn", "nonconformant": "bad"}
 
@@ -59,27 +61,22 @@ def _not_run(document: dict[str, Any]) -> Iterator[Fact]:
 def _worst(document: dict[str, Any]) -> Table:
     gates = document["suite"]["gates"]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column in ("dtype", "tensor", "model", "rms z", "row", "max", "bias", "worst in"):
-        table.add_column(
-            column, overflow="fold", justify="right" if column in ("rms z", "row", "max", "bias") else "left"
-        )
+    numbers = ("rms", "row", "max", "bias")
+    for column in ("worst z of", "", *numbers, "largest in"):
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
     for line in document["summary"]["worst"]:
-        bias = "" if line["bias"] is None else str(line["bias"])
-        values = (str(line["rms"]), str(line["row"]), str(line["max"]), bias)
-        style = STYLES["plain" if line["judged"] else "quiet"]
-        model = line["model"] if line["judged"] else f"{line['model']}, not judged"
-        table.add_row(line["dtype"], line["tensor"], model, *values, line["unit"], style=style)
-    table.add_row("", "", "gates", *(str(gates[gate]) for gate in ("rms", "row", "max", "bias")), "", style="dim")
+        values = ["" if line[name] is None else f"{number(line[name]):.2f}" for name in numbers]
+        table.add_row(line["dtype"], line["tensor"], *values, line["unit"])
+    table.add_row("gates", "", *(str(gates[name]) for name in numbers), "", style="dim")
     return table
 
 
 def _failures(document: dict[str, Any]) -> Iterator[Fact]:
     """Each failure with the line that runs it again."""
     bad = [entry for entry in document["cases"] if entry["outcome"] in BAD]
-    backend, device = document["backend"]["name"], document["device"]["type"]
     for entry in bad[:SHOWN]:
         said = [line for line in entry.get("messages", [""])[0].strip().splitlines() if line.strip()]
         yield Fact(entry["outcome"].replace("_", " "), f"{entry['id']}: {said[-1] if said else ''}", "bad")
-        yield Fact("", f"flashdispatch conformance replay {entry['id']} --backend {backend} --device {device}")
+        yield Fact("", replay_line(entry["id"], document))
     if len(bad) > SHOWN:
         yield Fact("", f"and {len(bad) - SHOWN} more, in the report")
