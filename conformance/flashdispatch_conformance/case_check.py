@@ -131,7 +131,20 @@ class _CaseCheck:
             tensor = bshd(tensor, self.case.layout)
         elif name == "dattn_mask":
             tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-        self.trial.judge(name, tensor, expected, self.inputs.problem, said=f"{part} call")
+        first = tensor if self.case.distinct is None else tensor[: self.case.distinct]
+        self.trial.judge(name, first, expected, f"{part} call")
+        if self.case.distinct is not None:
+            self.check_copies(name, tensor, expected, part, self.case.distinct)
+
+    def check_copies(self, name: str, tensor: Tensor, expected: Expected, part: Part, count: int) -> None:
+        """Sequences that repeat the first `count` are held to the truth of those, wherever their bits differ."""
+        copies = tensor.detach().reshape(-1, count, *tensor.shape[1:])
+        bits = copies.contiguous().view(torch.uint8).flatten(1)
+        other = (bits != bits[0]).any(1).nonzero().flatten()
+        if len(other):
+            where = f"{len(other)} repetitions of {count} sequences, the first at {int(other[0]) * count}"
+            again = repeated(expected, len(other))
+            self.trial.judge(name, copies[other].flatten(0, 1), again, f"{part} call, in {where}")
 
     def check_form(self, name: str, tensor: Tensor, part: Part) -> None:
         """Shape, dtype, device and, for out and lse, strides."""
@@ -165,3 +178,9 @@ class _CaseCheck:
         if self._expected is None:
             self._expected = expect(self.inputs.problem, *self.inputs.canonical())
         return self._expected
+
+
+def repeated(expected: Expected, count: int) -> Expected:
+    """What `count` repetitions of a batch must be."""
+    tensors: dict[str, Tensor] = {item.name: getattr(expected, item.name) for item in fields(expected)}
+    return replace(expected, **{name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in tensors.items()})

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
+import torch
+
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.case_check import check_case
 from flashdispatch_conformance.cases import ALL
 from flashdispatch_conformance.check import ALL_DTYPES, BF16, TIERS, Check, Tier, Unit
+from flashdispatch_conformance.conditions import CONDITIONS
+from flashdispatch_conformance.probes import PROBES
+from flashdispatch_conformance.properties import PROPERTIES
+from flashdispatch_conformance.support_check import SUPPORT
+from flashdispatch_registry.problem import DTYPES
 
 SMOKE = frozenset(
     {
@@ -20,18 +27,28 @@ SMOKE = frozenset(
 )  # fmt: skip
 """Cases of the first contact, in bfloat16: one for each feature."""
 
+SMOKE_IN_ALL_DTYPES = frozenset({"named/length_65", "named/causal_tall"})
+"""Those of them that every dtype is tried with."""
 
-def _check(case: Case) -> Check:
+
+def _smoke_dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    if case.id in SMOKE_IN_ALL_DTYPES:
+        return ALL_DTYPES
+    return (BF16,) if case.id in SMOKE else ()
+
+
+def _of_case(case: Case) -> Check:
     return Check(
         id=case.id,
         why=case.why,
         run=partial(check_case, case),
-        dtypes=ALL_DTYPES,
-        smoke_dtypes=(BF16,) if case.id in SMOKE else (),
+        dtypes=tuple(DTYPES[name] for name in case.dtypes),
+        tier=case.tier,
+        smoke_dtypes=_smoke_dtypes(case),
     )
 
 
-CHECKS: tuple[Check, ...] = tuple(map(_check, ALL))
+CHECKS: tuple[Check, ...] = (*map(_of_case, ALL), *PROBES, *PROPERTIES, *CONDITIONS, *SUPPORT)
 """In the order of reports."""
 
 BY_ID: Mapping[str, Check] = MappingProxyType({check.id: check for check in CHECKS})

@@ -394,8 +394,8 @@ def _sigmas(
     return {name: noise[name].sigma(problem, true, stored[name]) for name, true in tensors.items()}
 
 
-def judge(name: str, got: Tensor, expected: Expected, problem: Problem) -> Stats:
-    """Compares one tensor with what is expected of it and names every gate it breaks."""
+def judge(name: str, got: Tensor, expected: Expected, dtype: torch.dtype) -> Stats:
+    """Compares one tensor of a call in `dtype` with what is expected of it and names every gate it breaks."""
     if got.shape != expected.truth.shape:
         text = f"{name} has shape {tuple(got.shape)}, expected {tuple(expected.truth.shape)}"
         return Stats(failures=(Failure("shape", text),))
@@ -415,7 +415,7 @@ def judge(name: str, got: Tensor, expected: Expected, problem: Problem) -> Stats
 
     free = ~exact & value.isfinite() & true.isfinite()
     scores = _scores(name, torch.where(free, value - true, 0.0), expected, free)
-    if problem.dtype == torch.float64:
+    if dtype == torch.float64:
         if scores.max > 1.0:
             text = f"{name}{list(scores.worst_index)} is off by {scores.max:.3g} times what float64 allows"
             failures.append(Failure("float64", text))

@@ -25,7 +25,7 @@ from flashdispatch_conformance.result import INSTALLATION, NotRun, Outcome, Part
 from flashdispatch_conformance.tolerance import Expected, Stats, judge
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.plan import Plan
-from flashdispatch_registry.problem import DTYPE_NAMES, Problem
+from flashdispatch_registry.problem import DTYPE_NAMES
 from flashdispatch_registry.reasons import Code, Reason
 
 
@@ -157,11 +157,11 @@ class Trial:
 
     # Judgement
 
-    def judge(self, name: str, got: Tensor, expected: Expected, problem: Problem, said: str = "") -> None:
+    def judge(self, name: str, got: Tensor, expected: Expected, said: str = "") -> None:
         """Holds one tensor, in the oracle's layout, to the gates; `said` is added to what it breaks."""
         key = name if name not in self.stats else f"{name} ({said or len(self.stats)})"
         stage.enter("judging")
-        stats = judge(name, got, expected, problem)
+        stats = judge(name, got, expected, self.target.dtype)
         self._record(key, got)
         self._record(f"{key}: truth", expected.truth)
         self.stats[key] = stats

@@ -210,7 +210,7 @@ def run(
     got = emulate(problem, *arguments, fault=fault)
     expected = expect(problem, *arguments)
     assert expected.keys() == got.keys()
-    return {name: judge(name, got[name], expected[name], problem) for name in expected}
+    return {name: judge(name, got[name], expected[name], dtype) for name in expected}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=DTYPE_NAMES.get)
@@ -317,7 +317,7 @@ def judge_one(
     problem = replace(build(NAMED[0], torch.bfloat16, "cpu", "cpu").problem, dtype=dtype)
     sigmas = torch.full(truth.shape, sigma, dtype=torch.float64)
     expected = Expected(truth.double(), sigmas, truth.double() == NEG_INF, drift * sigmas, rows)
-    return judge("out", got, expected, problem)
+    return judge("out", got, expected, dtype)
 
 
 def test_the_gates_are_frozen() -> None:
@@ -426,8 +426,8 @@ def test_float64_is_held_to_its_own_digits() -> None:
     case = BY_ID["named/cross_wide"]
     inputs = build(case, torch.float64, "cpu", "cpu")
     expected = expect(inputs.problem, *inputs.canonical())["out"]
-    assert not judge("out", expected.truth, expected, inputs.problem).failures
-    off = judge("out", expected.truth * (1 + 1e-8), expected, inputs.problem)
+    assert not judge("out", expected.truth, expected, torch.float64).failures
+    off = judge("out", expected.truth * (1 + 1e-8), expected, torch.float64)
     assert [f.gate for f in off.failures] == ["float64"]
 
 
