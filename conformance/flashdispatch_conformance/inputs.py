@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from flashdispatch_conformance.case import Case, Mask, View
+from flashdispatch_conformance.case import Case, Mask, MaskView, View
 from flashdispatch_conformance.oracle import truth
 from flashdispatch_registry.backend import Extras
 from flashdispatch_registry.masks import Band
@@ -29,6 +29,10 @@ from flashdispatch_registry.problem import Problem
 GUARD = 256
 """Elements of poison before and after each tensor."""
 _INT_POISON = 2**30
+WIDTH_BESIDE = 8192
+"""Elements of something else beside each token of the view wide_tokens."""
+FAR = 2**24
+"""Elements from row to row of the mask view far_rows."""
 
 Layout = Literal["bshd", "bhsd"]
 
@@ -92,21 +96,28 @@ class Inputs:
         return {name: getattr(self, name) for name in self.case.needs_grad}
 
     def canonical(self) -> tuple[Tensor, Tensor, Tensor, Extras, Tensor | None, Tensor | None]:
-        """The oracle's arguments: q, k, v in (B, S, H, D), extras as backends get them, dout likewise, dlse."""
+        """The oracle's arguments: q, k, v in (B, S, H, D), extras as backends get them, dout likewise, dlse.
+
+        All of the first `Case.sequences` sequences alone: the others repeat their values.
+        """
+        case, count = self.case, self.case.sequences
         seed = self.dropout_seed
         if isinstance(seed, int):
             seed = torch.tensor([seed, 0])
-        mask = self.attn_mask
+        mask, slopes = self.attn_mask, self.alibi_slopes
+        if mask is not None:
+            mask = mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))[:count]
         extras = Extras(
-            attn_mask=None if mask is None else mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)),
-            alibi_slopes=self.alibi_slopes,
+            attn_mask=mask,
+            alibi_slopes=slopes[:count] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks=None if self.sinks is None else self.sinks.detach(),
-            q_lens=self.q_lens,
-            kv_lens=self.kv_lens,
+            q_lens=None if self.q_lens is None else self.q_lens[:count],
+            kv_lens=None if self.kv_lens is None else self.kv_lens[:count],
             dropout_seed=seed,
         )
-        q, k, v = (bshd(x.detach(), self.case.layout) for x in (self.q, self.k, self.v))
-        return q, k, v, extras, None if self.dout is None else bshd(self.dout, self.case.layout), self.dlse
+        q, k, v = (bshd(x.detach()[:count], case.layout) for x in (self.q, self.k, self.v))
+        dout = None if self.dout is None else bshd(self.dout[:count], case.layout)
+        return q, k, v, extras, dout, None if self.dlse is None else self.dlse[:count]
 
     def changed(self) -> tuple[str, ...]:
         """Names of the tensors whose storage was written to."""
@@ -183,18 +194,23 @@ def build(
     given = {} if given is None else given
     values = _draw(case, problem.scale, generator) | {name: given[name].clone() for name in given}
     for name, lens in (("q", case.q_lens), ("k", case.kv_lens), ("v", case.kv_lens), ("dout", case.q_lens)):
-        for b, length in enumerate(lens or ()):
+        for b, length in enumerate((lens or ())[: case.sequences]):
             values[name][b, length:] = torch.nan
 
     storages: list[Storage] = []
 
-    def place(name: str, logical: Tensor, to: torch.dtype, view: View = "contiguous") -> Tensor:
-        tensor, flat = lay_out(logical, to, device, view, heads_dim=2 if case.layout == "bshd" else 1)
+    copies = 1 if case.distinct is None else case.batch // case.distinct
+
+    def place(
+        name: str, logical: Tensor, to: torch.dtype, view: View | MaskView = "contiguous", copies: int = 1
+    ) -> Tensor:
+        heads_dim = 2 if case.layout == "bshd" else 1
+        tensor, flat = lay_out(logical, to, device, view, heads_dim, copies)
         storages.append(Storage(name=name, flat=flat, before=flat.view(torch.uint8).clone()))
         return tensor
 
     def place_rows(name: str, view: View) -> Tensor:
-        return place(name, bshd(values[name], case.layout), dtype, view)
+        return place(name, bshd(values[name], case.layout), dtype, view, copies)
 
     q, k, v = place_rows("q", case.q_view), place_rows("k", case.k_view), place_rows("v", case.v_view)
     dout = place_rows("dout", case.dout_view) if case.dout and case.needs_grad else None
@@ -204,7 +220,7 @@ def build(
     slopes = sinks = q_lens = kv_lens = None
     if case.alibi is not None:
         per_head = torch.tensor([2.0 ** (-8.0 * (h + 1) / case.heads[0]) for h in range(case.heads[0])])
-        per_batch = torch.stack([per_head * (1 + b / 2) for b in range(case.batch)])
+        per_batch = torch.stack([per_head * (1 + b % case.sequences / 2) for b in range(case.batch)])
         slopes = place("alibi_slopes", per_head if case.alibi == "heads" else per_batch, torch.float32)
     if case.sinks:
         sinks = place("sinks", torch.randn(case.heads[0], generator=generator, dtype=torch.float64), torch.float32)
@@ -238,21 +254,22 @@ def build(
         lse = truth(problem, *inputs.canonical()[:4]).lse
         gradient = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
         gradient[lse == -torch.inf] = torch.nan  # it must be ignored where a row sees nothing or is padding
-        dlse = place("dlse", gradient, torch.float64 if dtype == torch.float64 else torch.float32)
+        dlse = place("dlse", gradient, torch.float64 if dtype == torch.float64 else torch.float32, copies=copies)
     for leaf in inputs.leaves().values():
         leaf.requires_grad_()
     return replace(inputs, dlse=dlse, storages=tuple(storages))
 
 
 def _draw(case: Case, scale: float, generator: torch.Generator) -> dict[str, Tensor]:
-    """float64 q, k, v and dout in (B, S, H, D)."""
+    """float64 q, k, v and dout in (B, S, H, D), of the sequences that have values of their own."""
     (heads_q, heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v) = case.heads, case.seqlens, case.dims
+    batch = case.sequences
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    q, k = normal(case.batch, seqlen_q, heads_q, head_dim), normal(case.batch, seqlen_k, heads_kv, head_dim)
-    v, dout = normal(case.batch, seqlen_k, heads_kv, head_dim_v), normal(case.batch, seqlen_q, heads_q, head_dim_v)
+    q, k = normal(batch, seqlen_q, heads_q, head_dim), normal(batch, seqlen_k, heads_kv, head_dim)
+    v, dout = normal(batch, seqlen_k, heads_kv, head_dim_v), normal(batch, seqlen_q, heads_q, head_dim_v)
     match case.values:
         case "normal":
             pass
@@ -264,25 +281,49 @@ def _draw(case: Case, scale: float, generator: torch.Generator) -> dict[str, Ten
             q, k = 0.1 * q, 0.1 * k
             q[..., 0], k[..., 0] = 1.0, -120.0 / scale
         case "all_equal":
-            q, k = (torch.full_like(x, math.sqrt(1000.0 / (abs(scale) * head_dim))) for x in (q, k))
+            spread, power = 1.0 + 0.1 * q[..., 0], 2.0 ** round(math.log2(1000.0 / abs(scale)) / 2)
+            q, k = torch.zeros_like(q), torch.zeros_like(k)
+            q[..., 0], k[..., 0] = power * spread, power
         case "zeros":
             q, k, v = (torch.zeros_like(x) for x in (q, k, v))
         case "outliers":
             for x in (q, k, v):
                 x += 0.5
                 x[..., ::16] *= 8.0
+        case "needle":
+            q, k = 0.1 * q, 0.1 * k
+            q[..., 0], k[..., 0] = 1.0, 0.0
+            if seqlen_k:
+                needles = torch.randint(seqlen_k, (batch, 1, heads_kv), generator=generator)
+                k[..., 0].scatter_(1, needles, 30.0 / scale)
+        case "subnormal":
+            q, k, v = 2.0**-16 * q, 2.0**12 * k, 2.0**-18 * v
+            v[..., 1::2] *= 2.0**-110
+        case "huge":
+            q, k = (math.sqrt(1e5 / (abs(scale) * math.sqrt(head_dim))) * x for x in (q, k))
+        case "ones":
+            q, k, v = (torch.ones_like(x) for x in (q, k, v))
+        case "uniform":
+            q, k, v = (torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in (q, k, v))
     return {"q": q, "k": k, "v": v, "dout": dout}
 
 
 def lay_out(
-    logical: Tensor, dtype: torch.dtype, device: torch.device, view: View, heads_dim: int = 2
+    logical: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    view: View | MaskView,
+    heads_dim: int = 2,
+    copies: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Copies `logical` into poisoned memory laid out as `view` says. Returns the tensor and its flat storage.
 
-    An expanded view has the values of index 0 along the dims it is expanded over.
+    With `copies` the first dim is that many times as long, and its values repeat. An expanded view has the values of
+    index 0 along the dims it is expanded over.
     """
-    shape = list(logical.shape)
+    shape = [copies * logical.shape[0], *logical.shape[1:]]
     held = list(shape)  # the shape of the dense tensor that the view is cut from
+    sequence_dim = 3 - heads_dim
     match view:
         case "transposed":
             held[1], held[2] = held[2], held[1]
@@ -300,7 +341,13 @@ def lay_out(
             held[heads_dim] = 1
         case "expanded_all":
             held = [1] * len(held)
-        case "contiguous" | "unaligned":
+        case "sequence_first":
+            held[0], held[sequence_dim] = held[sequence_dim], held[0]
+        case "wide_tokens":
+            held = [shape[0], shape[sequence_dim], shape[heads_dim] * shape[3] + WIDTH_BESIDE]
+        case "far_rows":
+            held[-1] = FAR
+        case "contiguous" | "unaligned" | "expanded":
             pass
     if dtype.is_floating_point:
         poison: float | int | bool = math.nan
@@ -315,8 +362,13 @@ def lay_out(
             tensor = dense.transpose(1, 2)
         case "sliced":
             tensor = dense.narrow(heads_dim, shape[heads_dim], shape[heads_dim])
-        case "padded_rows":
+        case "padded_rows" | "far_rows":
             tensor = dense[..., : shape[-1]]
+        case "sequence_first":
+            tensor = dense.transpose(0, sequence_dim)
+        case "wide_tokens":
+            heads = dense[..., :-WIDTH_BESIDE].view(shape[0], shape[sequence_dim], shape[heads_dim], shape[3])
+            tensor = heads.transpose(1, 2) if heads_dim == 1 else heads
         case "every_other":
             tensor = dense[::2]
         case "last_dim_strided":
@@ -326,7 +378,11 @@ def lay_out(
     for dim, size in enumerate(tensor.shape):
         if size != shape[dim]:  # expanded over this dim
             logical = logical.narrow(dim, 0, 1)
-    tensor.copy_(logical)
+    logical = logical.to(dtype).to(device)
+    for b in range(len(logical)) if copies > 1 else ():
+        tensor[b :: len(logical)] = logical[b]
+    if copies == 1:
+        tensor.copy_(logical)
     return tensor.expand(shape), flat
 
 
@@ -340,42 +396,54 @@ def _place_mask(
 ) -> Tensor:
     """Draws and places a mask; past the lengths, where it has a place for each sequence, it is poison."""
     to = {"bool": torch.bool, "float": dtype, "float32": torch.float32}[mask.kind]
-    logical = _draw_mask(case, mask, to, generator) if given is None else given.clone()
-    if len(mask.shape) == 4 and mask.shape[0] == case.batch:
+    per_sequence = len(mask.shape) == 4 and mask.shape[0] == case.batch
+    shape = (case.sequences, *mask.shape[1:]) if per_sequence else mask.shape
+    copies = mask.shape[0] // shape[0] if shape[0] else 1
+    logical = _draw_mask(case, mask, shape, to, generator) if given is None else given.clone()
+    if per_sequence:
         poison = True if mask.kind == "bool" else math.nan
-        for b in range(case.batch):
+        for b in range(case.sequences):
             if case.q_lens is not None and mask.shape[2] > 1:
                 logical[b, :, case.q_lens[b] :] = poison
             if case.kv_lens is not None and mask.shape[3] > 1:
                 logical[b, :, :, case.kv_lens[b] :] = poison
     if mask.view == "expanded":
-        return place("attn_mask", logical[..., :1], to).expand(mask.shape)
-    return place("attn_mask", logical, to, mask.view)
+        return place("attn_mask", logical[..., :1], to, copies=copies).expand(mask.shape)
+    return place("attn_mask", logical, to, mask.view, copies)
 
 
-def _draw_mask(case: Case, mask: Mask, to: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Bool or float64, in the mask's own shape."""
-    uniform = torch.rand(mask.shape, generator=generator, dtype=torch.float64)
-    rows = torch.arange(mask.shape[-2])[:, None].expand(mask.shape)
-    keys = torch.arange(mask.shape[-1])[None, :].expand(mask.shape)
+def _draw_mask(case: Case, mask: Mask, shape: tuple[int, ...], to: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Bool or float64, in `shape`: the mask's own, or that of the sequences that have values of their own."""
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+    rows = torch.arange(shape[-2])[:, None].expand(shape)
+    keys = torch.arange(shape[-1])[None, :].expand(shape)
     match mask.pattern:
         case "random":
             visible = uniform < (0.7 if mask.kind == "bool" else 0.9)
         case "all_true" | "finfo_min" | "finfo_min_row":
-            visible = torch.ones(mask.shape, dtype=torch.bool)
+            visible = torch.ones(shape, dtype=torch.bool)
         case "all_false":
-            visible = torch.zeros(mask.shape, dtype=torch.bool)
+            visible = torch.zeros(shape, dtype=torch.bool)
         case "first_half":
             visible = keys < round(0.58 * case.seqlens[1])
         case "empty_rows":
             visible = (uniform < 0.7) & (rows % 4 != 1)
         case "band":
             visible = (keys <= rows) & (keys >= rows - 9)
+        case "corner":
+            visible = (rows < shape[-2] // 2) & (keys < shape[-1] // 2)
+        case "last_row_empty":
+            visible = (keys <= rows) & (rows < shape[-2] - 1)
+        case "segments":
+            segment = max(-(-shape[-1] // 3), 1)
+            visible = (keys // segment == rows // segment) & (keys <= rows) & (keys >= rows - 4)
+        case "blocks":
+            visible = keys // 64 == rows // 64
     if mask.kind == "bool":
         return visible
-    added = torch.zeros(mask.shape, dtype=torch.float64)
+    added = torch.zeros(shape, dtype=torch.float64)
     if mask.pattern == "random":
-        added = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        added = torch.randn(shape, generator=generator, dtype=torch.float64)
     elif mask.pattern in ("finfo_min", "finfo_min_row"):
         lowest = (uniform < 1 / 3) | ((rows == 1) & (mask.pattern == "finfo_min_row"))
         added = torch.where(lowest, torch.finfo(to).min, added)
