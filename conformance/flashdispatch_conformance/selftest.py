@@ -73,6 +73,7 @@ KINDS: Mapping[str, str] = {
     r"has (shape|dtype|device|strides|requires_grad)": "form",
     r"^the core took": "problem",
     r"refus|is not declared": "refusal",
+    r"^backend \w+ returned": "contract",
 }
 """What a message that is about no single tensor's values says, by how it reads."""
 
@@ -88,7 +89,7 @@ def findings(result: Result) -> frozenset[str]:
     """What a result holds against a backend, in a small vocabulary.
 
     ``"<tensor>: <gate>"`` for a gate of `tolerance` that a tensor breaks (``"lse: max"``, ``"dq: finite"``); a word of
-    `KINDS`; ``"raises"`` when the backend raised; and for any other message the id of the check.
+    `KINDS`; ``"raises"`` when the backend raised; and for any other message, as probes have them, the id of the check.
     """
     found = {f"{name.split()[0]}: {failure.gate}" for name, z in result.stats.items() for failure in z.failures}
     broken = [failure.message for z in result.stats.values() for failure in z.failures]
@@ -249,11 +250,15 @@ def run_selftest(
 ) -> SelftestReport:
     """Runs the self-test on this machine's CPU, in one thread.
 
-    `progress` hears of each emulation and mutant before it is run. Raises KeyError when a mutant names a first unit
+    `progress` hears of each emulation and mutant before it is run. Raises ValueError when a mutant names a first unit
     that is not among `on` (None: `units`), PluginError when one of the names is taken.
     """
     start, chosen, done = time.perf_counter(), units() if on is None else tuple(on), 0
     total = len(honest) + len(mutants)
+    known = {unit.id for unit in chosen}
+    for mutant in mutants:
+        if mutant.first not in known:
+            raise ValueError(f"mutant {mutant.name} is to be run on {mutant.first} first, which is not run: see CHECKS")
 
     def step(name: str) -> None:
         nonlocal done

@@ -116,6 +116,15 @@ class WindowOneTooNarrow(Emulation):
         return None if left is None else max(left - 1, 0), right
 
 
+@MASKS.add("lse: max", "named/window_63-bfloat16")
+class WindowIgnored(Emulation):
+    """A window is accepted and not applied."""
+
+    def band_limits(self, call: Call) -> tuple[int | None, int | None]:
+        _, right = super().band_limits(call)
+        return None, 0 if right == 0 else None
+
+
 @MASKS.add("lse: max", "named/mask_bool_keys-bfloat16")
 class MaskIgnored(Emulation):
     """An attn_mask is accepted and not applied."""

@@ -91,6 +91,35 @@ class InputWritten(Emulation):
         return result
 
 
+@MEMORY.add("inputs written", "named/lens_kv_only-bfloat16")
+class PaddingZeroedInPlace(Emulation):
+    """Keys past kv_lens are made harmless by writing 0 over them: the next call's cache is gone."""
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        if extras.kv_lens is not None:
+            for b, length in enumerate(extras.kv_lens.tolist()):
+                k[b, length:] = 0.0
+        return super().forward(problem, q, k, v, extras)
+
+
+@MEMORY.add("contract", "named/length_63-bfloat16")
+class LseReturnedInStorageDtype(Emulation):
+    """The LSE is returned in q's dtype."""
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        result = super().forward(problem, q, k, v, extras)
+        return result if result.lse is None else result._replace(lse=result.lse.to(q.dtype))
+
+
+@MEMORY.add("repeatable", "named/length_63-bfloat16")
+class OutputFollowsTheLse(Emulation):
+    """Another kernel runs when the LSE is returned, with other tiles: the same output but for rounding."""
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        self.block_n = 16 if problem.return_lse else 64
+        return super().forward(problem, q, k, v, extras)
+
+
 @MEMORY.add("out: finite", "named/length_65-bfloat16")
 class LastRowUnwritten(Emulation):
     """A tile with one row is skipped: what the allocator left there is returned."""

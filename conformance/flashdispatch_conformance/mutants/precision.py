@@ -80,6 +80,8 @@ class AccumulatorInStorageDtype(Emulation):
 class GradientAddedInStorageDtype(Emulation):
     """Gradients of keys and values are added up by 16-bit atomics."""
 
+    block_m = 96
+
     def add(self, total: Tensor, part: Tensor) -> Tensor:
         return (total + part).bfloat16().float()
 
