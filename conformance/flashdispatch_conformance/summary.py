@@ -213,6 +213,8 @@ def _tensor(stats: Stats) -> dict[str, Any]:
 
 
 def _shortened(message: str) -> str:
+    """A message as a report has it: no longer than it need be, and nothing that UTF-8 has no form for."""
+    message = message.encode(errors="backslashreplace").decode()
     if len(message) <= MESSAGE_LIMIT:
         return message
     half = MESSAGE_LIMIT // 2

@@ -16,7 +16,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
+import flashdispatch
 from flashdispatch_conformance import cases, catalogue, report, surroundings
 from flashdispatch_conformance.document import SCHEMA, file_name, rounded, sealed, to_text
 from flashdispatch_conformance.features import FEATURES, features
@@ -26,6 +28,7 @@ from flashdispatch_conformance.tolerance import GATES, Failure, Stats
 from flashdispatch_conformance.waivers import Waiver
 from flashdispatch_registry.errors import InvalidRequestError, UnknownBackendError
 from flashdispatch_registry.source import source_hash
+from flashdispatch_registry.tile_store import cache_dir
 
 Document = dict[str, Any]
 
@@ -137,6 +140,13 @@ def test_long_messages_keep_their_ends(reported: Any) -> None:
     assert message.endswith("end")
     assert "characters left out" in message
     assert len(message) < 4100
+
+
+def test_a_message_may_have_any_bytes(reported: Any, tmp_path: Path) -> None:
+    results = reported.all_passed()
+    results[0] = reported.failed(results[0], "caf\udce9")
+    path = report.write(report.make(reported.run(), results), tmp_path)
+    assert report.read(path)["cases"][0]["messages"] == ["caf\\udce9"]
 
 
 def test_a_report_is_of_one_backend_and_of_each_unit_once(reported: Any) -> None:
@@ -515,6 +525,25 @@ def test_what_the_reports_are_about_is_compared_too(document: Document) -> None:
     setting = report.diff(document, other).setting
     assert f"device name {document['device']['name']} -> another CPU" in setting
     assert f"torch {document['host']['versions']['torch']} -> 9.9" in setting
+
+
+# What the registry makes of it
+
+
+@pytest.mark.parametrize(("tier", "state"), [("full", "tested"), ("smoke", "untested")])
+def test_the_registry_believes_a_full_report(tier: Any, state: str, reported: Any) -> None:
+    path = report.write(report.make(reported.run(tier), reported.all_passed(tier)), cache_dir() / "reports")
+    flashdispatch.reload_settings()
+    q = torch.zeros(1, 8, 1, 64)
+    candidate = flashdispatch.explain(q, q, q).candidate("declared_only")
+    assert (candidate.arch_state, candidate.report) == (state, str(path) if state == "tested" else "")
+
+
+def test_and_passes_over_who_failed(reported: Any) -> None:
+    report.write(report.make(reported.run(), with_gqa_failing(reported)), cache_dir() / "reports")
+    flashdispatch.reload_settings()
+    q = torch.zeros(1, 8, 1, 64)
+    assert flashdispatch.explain(q, q, q).candidate("declared_only").arch_state == "nonconformant"
 
 
 # Where it was made
