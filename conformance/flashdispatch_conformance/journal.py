@@ -26,13 +26,13 @@ class Journal:
         """Starts a journal with the results that are there already, in place of an old one of the same path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.new")
-        new.write_text("".join(map(_line, (identity, *map(asdict, results)))))
+        new.write_text("".join(map(_line, (identity, *map(result_to_json, results)))))
         new.replace(path)
         self._file = path.open("a")
 
     def add(self, result: Result) -> None:
         """Appends one result; it is in the file when this returns."""
-        self._file.write(_line(asdict(result)))
+        self._file.write(_line(result_to_json(result)))
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -55,7 +55,7 @@ def read(path: Path) -> tuple[dict[str, Any], tuple[Result, ...]]:
     identity = json.loads(lines[0])
     if not isinstance(identity, dict):
         raise ValueError(f"the first line of {path} is no JSON object")  # noqa: TRY004  the file's value is wrong
-    return identity, tuple(_result(json.loads(line)) for line in lines[1:])
+    return identity, tuple(result_from_json(json.loads(line)) for line in lines[1:])
 
 
 def differences(old: Identity, new: Identity) -> tuple[str, ...]:
@@ -68,6 +68,23 @@ def differences(old: Identity, new: Identity) -> tuple[str, ...]:
     )
 
 
+def result_to_json(result: Result) -> dict[str, Any]:
+    """A plain dict, with every number in full; `result_from_json` reads it back to an equal result."""
+    return asdict(result)
+
+
+def result_from_json(data: Mapping[str, Any]) -> Result:
+    """Reads what `result_to_json` wrote."""
+    not_run = data["not_run"]
+    changed = {
+        "messages": tuple(data["messages"]),
+        "not_run": None if not_run is None else NotRun(not_run),
+        "refused": {part: tuple(codes) for part, codes in data["refused"].items()},
+        "stats": {name: _stats(stats) for name, stats in data["stats"].items()},
+    }
+    return Result(**(dict(data) | changed))
+
+
 def _line(data: Mapping[str, Any]) -> str:
     return json.dumps(data) + "\n"
 
@@ -77,17 +94,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 70 else f"{text[:67]}..."
 
 
-def _result(data: dict[str, Any]) -> Result:
-    not_run = data["not_run"]
-    changed = {
-        "messages": tuple(data["messages"]),
-        "not_run": None if not_run is None else NotRun(not_run),
-        "refused": {part: tuple(codes) for part, codes in data["refused"].items()},
-        "stats": {name: _stats(stats) for name, stats in data["stats"].items()},
-    }
-    return Result(**(data | changed))
-
-
 def _stats(data: dict[str, Any]) -> Stats:
-    numbers = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    numbers: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     return Stats(**(numbers | {"failures": tuple(Failure(**failure) for failure in data["failures"])}))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -136,10 +137,10 @@ def run(units: Sequence[Unit], settings: Settings, watch: Watch = nobody) -> Gen
     together = compile_order(unit for unit in units if not unit.check.alone)
     alone = [unit for unit in units if unit.check.alone]
     workers = workers_for(settings.device) if settings.workers is None else settings.workers
-    for group, children in ((together, min(workers, len(together))), (alone, 1)):
+    for group, count in ((together, min(workers, len(together))), (alone, 1)):
         if group:
-            with tempfile.TemporaryDirectory(prefix="flashdispatch-conformance-") as logs:
-                yield from _Children(settings, children, Path(logs)).run(group, watch)
+            with Children(settings, count) as children:
+                yield from children.results(group, watch)
 
 
 def _here(units: Sequence[Unit], settings: Settings, watch: Watch) -> Iterator[Result]:
@@ -155,12 +156,13 @@ class _Attempt:
     log: Path
 
 
-class _Children:
-    """The pool, what it was given, and what became of it."""
+class Children:
+    """A pool of `count` child processes, what they were given, and what became of it. They end with the context."""
 
-    def __init__(self, settings: Settings, count: int, logs: Path) -> None:
+    def __init__(self, settings: Settings, count: int) -> None:
         needs("pebble", "running each check in a process of its own")
-        self.settings, self.count, self.logs = settings, count, logs
+        self.settings, self.count = settings, count
+        self.logs = tempfile.TemporaryDirectory(prefix="flashdispatch-conformance-")
         self.waiting: deque[Unit] = deque()
         self.given: dict[Future[Result], _Attempt] = {}
         self.attempts = 0
@@ -168,20 +170,26 @@ class _Children:
         """Times that the pool broke since the last result."""
         self.pool = self._new_pool()
 
-    def run(self, units: Sequence[Unit], watch: Watch) -> Iterator[Result]:
-        """Results of `units` as they finish."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        self._end()
+        self.logs.cleanup()
+
+    def results(self, units: Sequence[Unit], watch: Watch = nobody) -> Iterator[Result]:
+        """Results of `units` as they finish. The errors of `run`."""
         self.waiting.extend(units)
-        try:
-            while self.waiting or self.given:
-                self._give()
-                done, _ = wait(self.given, timeout=TICK, return_when=FIRST_COMPLETED)
-                watch([attempt.unit.id for future, attempt in self.given.items() if future.running()])
-                for result in map(self._take, done):
-                    if result is not None:
-                        self.idle_breaks = 0
-                        yield result
-        finally:
-            self._end()
+        while self.waiting or self.given:
+            self._give()
+            done, _ = wait(self.given, timeout=TICK, return_when=FIRST_COMPLETED)
+            watch([attempt.unit.id for future, attempt in self.given.items() if future.running()])
+            for result in map(self._take, done):
+                if result is not None:
+                    self.idle_breaks = 0
+                    yield result
 
     def _new_pool(self) -> ProcessPool:
         from pebble import ProcessPool
@@ -200,7 +208,7 @@ class _Children:
     def _give(self) -> None:
         while self.waiting and len(self.given) < self.count + AHEAD:
             unit = self.waiting.popleft()
-            attempt = _Attempt(unit, self.logs / f"{self.attempts}.log")
+            attempt = _Attempt(unit, Path(self.logs.name, f"{self.attempts}.log"))
             self.attempts += 1
             try:
                 future = self._schedule(attempt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +38,7 @@ def replay(
     Exits with 1 when it fails, and with 4 when it was not run.
     """
     from flashdispatch_conformance import replay as replaying
+    from flashdispatch_conformance.journal import result_to_json
 
     load(plugin)
     text = Path(what).read_text() if what.endswith(".json") and Path(what).is_file() else what
@@ -51,7 +51,7 @@ def replay(
         unit, backend=name, device=environment.device(device), seed=own_seed if seed is None else seed, dump=dump
     )
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        typer.echo(json.dumps(result_to_json(result), indent=2))
     else:
         typer.echo(result.report())
         if dump is not None:
