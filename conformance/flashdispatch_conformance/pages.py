@@ -14,15 +14,12 @@ from typing import Any
 from flashdispatch_conformance.document import number
 from flashdispatch_conformance.features import FEATURES
 from flashdispatch_conformance.result import NotRun
-from flashdispatch_conformance.summary import BINS, OUTCOMES, size
+from flashdispatch_conformance.summary import BINS, DTYPES, OUTCOMES, size
 from flashdispatch_conformance.verdict import BAD, NOT_RUN_WORDS
 
 TEMPLATES = Path(__file__).with_name("templates")
 
 GATES = ("rms", "row", "max", "bias")
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-"""In the order of columns."""
 
 MEANING: Mapping[str, str] = {
     "conformant": "Everything this backend declares holds, as far as this machine can show.",
@@ -273,7 +270,7 @@ def _cell(one: Mapping[str, Any]) -> Cell:
 
 def _worst(document: Mapping[str, Any]) -> Iterator[Worst]:
     gates = document["suite"]["gates"]
-    for one in _by_dtype(document["summary"]["worst"]):
+    for one in document["summary"]["worst"]:
         limits = {"max": 1.0} if one["dtype"] == "float64" else gates
         scores = []
         for gate in GATES:
@@ -283,12 +280,8 @@ def _worst(document: Mapping[str, Any]) -> Iterator[Worst]:
         yield Worst(one["dtype"], one["tensor"], tuple(scores), one["unit"])
 
 
-def _by_dtype(some: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted(some, key=lambda one: DTYPES.index(one["dtype"]))
-
-
 def _histograms(some: Sequence[Mapping[str, Any]]) -> Iterator[Histogram]:
-    for one in _by_dtype(some):
+    for one in some:
         counts = one["counts"]
         total, most = sum(counts), max(counts)
         if not total:

@@ -24,6 +24,10 @@ OUTCOMES: tuple[Outcome, ...] = ("pass", "fail", "error", "unsupported", "waived
 SEVERITY: tuple[Outcome, ...] = ("error", "fail", "unexpected_pass", "waived", "pass", "unsupported", "not_run")
 """The worst first; those that say nothing about the backend last."""
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dattn_mask", "dsinks")
+"""In the order of lists; others follow by name."""
+
 BINS = 34
 """Of a histogram of z: below -4, 32 of width 0.25, and from 4 on."""
 
@@ -122,7 +126,7 @@ def worst(entries: Iterable[Entry], gates: Mapping[str, float]) -> list[dict[str
                 line[gate] = max(line[gate], tensor[gate], key=size)
             if tensor["numel"] >= gates["bias_numel"] and tensor["rows"] >= gates["bias_rows"]:
                 line["bias"] = max(0.0 if line["bias"] is None else line["bias"], held_bias(tensor), key=size)
-    return list(found.values())
+    return [found[key] for key in sorted(found, key=_place)]
 
 
 def held_bias(tensor: Mapping[str, Any]) -> float | str:
@@ -190,7 +194,13 @@ def added(some: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         key = (one["dtype"], one["tensor"])
         before = sums.get(key, [0] * BINS)
         sums[key] = [a + b for a, b in zip(before, one["counts"], strict=True)]
-    return [{"dtype": dtype, "tensor": tensor, "counts": counts} for (dtype, tensor), counts in sums.items()]
+    return [{"dtype": key[0], "tensor": key[1], "counts": sums[key]} for key in sorted(sums, key=_place)]
+
+
+def _place(key: tuple[str, str]) -> tuple[int, int, str]:
+    """Where a dtype's tensor stands in lists, whatever was run first."""
+    dtype, tensor = key
+    return DTYPES.index(dtype), TENSORS.index(tensor) if tensor in TENSORS else len(TENSORS), tensor
 
 
 def tensor_of(name: str) -> str:

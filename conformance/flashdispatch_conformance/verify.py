@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -74,15 +74,7 @@ def unchecked(document: Mapping[str, Any]) -> list[str]:
 
 def content_of(case: Case | None) -> dict[str, Any] | None:
     """What a case says beyond its id and why it exists, as JSON: the fields that are not at their defaults."""
-    if case is None:
-        return None
-    found: dict[str, Any] = json.loads(json.dumps(asdict(case)))
-    defaults = {item.name: item.default for item in fields(Case) if item.default is not MISSING}
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in ("id", "why") and value != json.loads(json.dumps(defaults[name]))
-    }
+    return None if case is None else {name: said for name, said in case.to_json().items() if name not in ("id", "why")}
 
 
 def case_list_sha256(planned: Sequence[str], content: Mapping[str, dict[str, Any] | None]) -> str:

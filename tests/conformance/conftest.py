@@ -79,6 +79,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Report
     kernels.write_text("BLOCK = 64\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("flashdispatch_conformance.surroundings.suite_modified", lambda: False)
+    monkeypatch.setattr("flashdispatch_conformance.surroundings.source_tree_sha256", lambda: "5" * 64)
     support = Support(
         dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=HeadDims(8, 256, 8),

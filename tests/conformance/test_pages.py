@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from flashdispatch_conformance import report
-from flashdispatch_conformance.pages import DTYPES, duration, html, markdown, page_of
+from flashdispatch_conformance.pages import duration, html, markdown, page_of
 from flashdispatch_conformance.result import NotRun
+from flashdispatch_conformance.summary import DTYPES
 from flashdispatch_conformance.tolerance import Stats
 from flashdispatch_conformance.verdict import NOT_RUN_WORDS
 

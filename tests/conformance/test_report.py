@@ -93,7 +93,7 @@ def test_what_json_has_no_number_for_is_a_text(reported: Any) -> None:
     found = report.make(reported.run(), results)
     tensor = found["cases"][0]["tensors"]["out"]
     assert [tensor[name] for name in ("rms", "row", "max", "bias")] == ["NaN", "Infinity", "Infinity", "-Infinity"]
-    assert found["summary"]["worst"][0]["rms"] == "NaN"
+    assert "NaN" in [one["rms"] for one in found["summary"]["worst"]]
     assert report.verify(json.loads(to_text(found))) == []
 
 
