@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,8 @@ def replay(
     (name, *others), _ = environment.backends(backend)
     if others:
         raise typer.BadParameter("one backend by its name", param_hint="--backend")
-    faulthandler.enable()  # a crash of the kernel ends this process: it shall say where
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash of the kernel ends this process: it shall say where
     result = replaying.run(
         unit, backend=name, device=environment.device(device), seed=own_seed if seed is None else seed, dump=dump
     )

@@ -158,10 +158,12 @@ def run(
 
 def write(document: dict[str, Any], folder: Path) -> tuple[Path, ...]:
     """Writes the report, and the pages for people beside it."""
-    from flashdispatch_conformance import pages, report
+    from flashdispatch_conformance import document as documents
 
-    path = report.write(document, folder)
+    path = documents.write(document, folder)  # before anything else that could go wrong: hours may be in it
     written = [path]
+    from flashdispatch_conformance import pages
+
     for suffix, page in ((".md", pages.markdown), (".html", pages.html)):
         beside = path.with_suffix(suffix)
         beside.write_text(page(document), encoding="utf-8")
