@@ -66,7 +66,7 @@ def _worst(document: dict[str, Any]) -> Table:
         table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
     for line in document["summary"]["worst"]:
         values = ["" if line[name] is None else f"{number(line[name]):.2f}" for name in numbers]
-        table.add_row(line["dtype"], line["tensor"], *values, line["unit"])
+        table.add_row(line["dtype"], line["tensor"], *values, line["unit"].removesuffix(f"-{line['dtype']}"))
     table.add_row("gates", "", *(str(gates[name]) for name in numbers), "", style="dim")
     return table
 
