@@ -206,6 +206,22 @@ def _graph(trial: Trial) -> None:
         _compare(trial, inputs, replayed, _run(trial, inputs, part), f"when a graph is replayed with values {seed}")
 
 
+def _prepared(trial: Trial) -> None:
+    """After `flashdispatch.prepare` a call that nobody made before may be captured."""
+    _needs_cuda(trial)
+    inputs = trial.inputs(replace(CASE, id="condition/prepared", dims=(72, 72), grads=()))
+    if not trial.declared(inputs, "out"):
+        return
+    with torch.no_grad():
+        flashdispatch.prepare(inputs.q, inputs.k, inputs.v, **trial.arguments(inputs, "out"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flashdispatch.attention(inputs.q, inputs.k, inputs.v, **trial.arguments(inputs, "out"))
+    graph.replay()
+    torch.cuda.synchronize(trial.target.device)
+    _compare(trial, inputs, {"out": out.clone()}, trial.call(inputs, "out"), "captured after prepare()")
+
+
 def _determinism_under_load(trial: Trial) -> None:
     device = _needs_cuda(trial)
     inputs = trial.inputs(LOAD)
@@ -330,6 +346,7 @@ _BODIES: tuple[tuple[str, str, Callable[[Trial], None], dict[str, Any]], ...] = 
     ("threads", "four threads at once", _threads, {"dtypes": (F16, BF16)}),
     ("stream", "flashinfer-ai/flashinfer#452: work goes to the current stream", _stream, {}),
     ("graph_new_values", "thu-ml/SageAttention#392: a CUDA graph replayed with new values", _graph, {}),
+    ("prepared", "prepare() compiles ahead what a captured call needs", _prepared, {"dtypes": (BF16,)}),
     ("compile", "pytorch/pytorch#174049: torch.compile gives what eager gives", _compile, {}),
     ("second_device", "Dao-AILab/flash-attention#1782: a GPU that is not the current one", _second_device, {}),
     ("no_context_at_import", "facebookresearch/xformers#1030", _no_context_at_import, {"dtypes": (BF16,)}),

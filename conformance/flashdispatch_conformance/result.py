@@ -72,7 +72,7 @@ class Result:
     stats: Mapping[str, Stats] = field(default_factory=dict)
     """By tensor: out, lse, dq, dk, dv, dattn_mask, dsinks; with the call's name where two calls differ bitwise."""
     compile_s: float = 0.0
-    """Seconds spent in `flashdispatch.prepare`, before the first call of each form."""
+    """Seconds of the first call of each form, which is the one that compiles."""
     run_s: float = 0.0
     """All other seconds: inputs, calls, truth and judgement."""
     peak_bytes: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 Stage = Literal["compiling", "running", "judging"]
-"""compiling: in `flashdispatch.prepare`. running: in a call or a backward. judging: truth and comparison."""
+"""compiling: in the first call of its form. running: in a later call or a backward. judging: truth and comparison."""
 
 
 def _ignore(stage: Stage) -> None:

@@ -1,16 +1,17 @@
 """One check in progress on one backend: the calls it makes, and what it found so far.
 
 Everything a check asks of a backend goes through `Trial`, and from there through `flashdispatch.attention` with
-``backend=`` forced. Before the first call of each form comes `flashdispatch.prepare`, so that compile time is apart
-from run time. `flashdispatch.explain` says whether a call is declared; one that is not must raise
-BackendUnsupportedError with the same reason codes, before anything is launched.
+``backend=`` forced. The first call of each form is timed apart: it is the one that compiles. `flashdispatch.explain`
+says whether a call is declared; one that is not must raise BackendUnsupportedError with the same reason codes, before
+anything is launched.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,8 @@ class Trial:
         self.ran = False
         """True once a declared call was made."""
         self.compile_s = 0.0
-        self._prepared: set[tuple[int, Part]] = set()
-        self._kept: list[Inputs] = []  # so that no id in _prepared is used again
+        self._called: set[tuple[int, str]] = set()
+        self._kept: list[Inputs] = []  # so that no id in _called is used again
 
     def fail(self, message: str) -> None:
         """Notes something that does not hold."""
@@ -127,8 +128,7 @@ class Trial:
 
     def call(self, inputs: Inputs, part: Part) -> dict[str, Tensor]:
         """One forward call: out, and lse when asked for. Gradients are recorded for the part "gradients" alone."""
-        self.prepare(inputs, part)
-        with torch.set_grad_enabled(part == "gradients"):
+        with self._timed(inputs, part), torch.set_grad_enabled(part == "gradients"):
             got = self._attention(inputs, part)
         self.ran = True
         return got
@@ -136,22 +136,26 @@ class Trial:
     def differentiable_call(self, inputs: Inputs) -> dict[str, Tensor]:
         """Forward and backward: out, lse when it is differentiated, and a gradient for each leaf."""
         got = self.call(inputs, "gradients")
-        return got | backward(inputs, got)
+        with self._timed(inputs, "backward"):
+            return got | backward(inputs, got)
 
-    def prepare(self, inputs: Inputs, part: Part) -> None:
-        """Compiles ahead what the call needs, once for each form of call, and counts the seconds apart."""
-        if (id(inputs), part) in self._prepared:
+    @contextmanager
+    def _timed(self, inputs: Inputs, what: str) -> Iterator[None]:
+        """Around a call: the first of its kind counts as compiling."""
+        if (id(inputs), what) in self._called:
+            stage.enter("running")
+            yield
             return
-        self._prepared.add((id(inputs), part))
+        self._called.add((id(inputs), what))
         self._kept.append(inputs)
         stage.enter("compiling")
         start = time.perf_counter()
-        with torch.set_grad_enabled(part == "gradients"):
-            flashdispatch.prepare(inputs.q, inputs.k, inputs.v, **self.arguments(inputs, part))
+        yield
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
         self.compile_s += time.perf_counter() - start
 
     def _attention(self, inputs: Inputs, part: Part) -> dict[str, Tensor]:
-        stage.enter("running")
         got = flashdispatch.attention(inputs.q, inputs.k, inputs.v, **self.arguments(inputs, part))
         return {"out": got} if isinstance(got, Tensor) else dict(zip(("out", "lse"), got, strict=True))
 
@@ -224,6 +228,7 @@ def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Resu
     start = time.perf_counter()
     cuda = target.device.type == "cuda"
     if cuda:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # which the next line does not do
         torch.cuda.reset_peak_memory_stats(target.device)
     trial = Trial(target)
 
