@@ -41,12 +41,23 @@ FEATURES: Mapping[str, Callable[[Case], bool]] = MappingProxyType(
 
 _OPTIONAL = {name: has for name, has in FEATURES.items() if not name.startswith("no feature")}
 
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "pinned": "public bug reports",
+        "probe": "exact probes",
+        "property": "metamorphic properties",
+        "condition": "streams, graphs, load, devices",
+        "support": "refusals and reasons",
+    }
+)
+"""First part of a check's id -> a row of its own; another kind has its name."""
+
 CASES = frozenset({"named", "pairwise"})
-"""First parts of the ids of cases that have no row but those of their features. All others have one of their own."""
+"""Kinds of cases that have no row but those of their features."""
 
 
 def features(check: str, case: Case | None) -> tuple[str, ...]:
     """The rows that a check counts in; at least one."""
     kind = check.partition("/")[0]
-    own = () if case is not None and kind in CASES else (kind.replace("_", " "),)
+    own = () if case is not None and kind in CASES else (KINDS.get(kind, kind.replace("_", " ")),)
     return own if case is None else (*own, *(name for name, has in FEATURES.items() if has(case)))

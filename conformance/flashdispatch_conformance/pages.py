@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashdispatch_conformance.document import number
-from flashdispatch_conformance.features import FEATURES
+from flashdispatch_conformance.features import FEATURES, KINDS
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.summary import BINS, DTYPES, OUTCOMES, size
 from flashdispatch_conformance.verdict import BAD, NOT_RUN_WORDS
@@ -55,6 +55,8 @@ class Cell:
     outcome: str
     mark: str
     z: str
+    note: str
+    """How many of the units say nothing, for an outcome that is about the others."""
     detail: str
     """All counts, for whoever asks."""
 
@@ -256,7 +258,7 @@ def _gist(message: str) -> str:
 
 def _heat(matrix: Sequence[Mapping[str, Any]], dtypes: Sequence[str]) -> Iterator[tuple[str, tuple[Cell | None, ...]]]:
     cells = {(one["feature"], one["dtype"]): _cell(one) for one in matrix}
-    order = {name: at for at, name in enumerate(FEATURES)}
+    order = {name: at for at, name in enumerate([*FEATURES, *KINDS.values()])}
     for feature in sorted({one["feature"] for one in matrix}, key=lambda name: (order.get(name, len(order)), name)):
         yield feature, tuple(cells.get((feature, dtype)) for dtype in dtypes)
 
@@ -265,7 +267,10 @@ def _cell(one: Mapping[str, Any]) -> Cell:
     outcome = one["outcome"]
     told = ", ".join(f"{one['counts'][word]} {LABELS[word]}" for word in OUTCOMES if word in one["counts"])
     z = "" if one["worst_z"] is None else _number(one["worst_z"])
-    return Cell(outcome, MARKS[outcome], z, f"{one['feature']}, {one['dtype']}: {told}")
+    silent = {"refused": one["counts"].get("unsupported"), "not run": one["counts"].get("not_run")}
+    note = ", ".join(f"{count} {word}" for word, count in silent.items() if count)
+    note = "" if outcome in ("unsupported", "not_run") else note
+    return Cell(outcome, MARKS[outcome], z, note, f"{one['feature']}, {one['dtype']}: {told}")
 
 
 def _worst(document: Mapping[str, Any]) -> Iterator[Worst]:

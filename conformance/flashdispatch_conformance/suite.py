@@ -14,6 +14,7 @@ from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.case_check import run_case
 from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_conformance.result import Result
+from flashdispatch_conformance.verdict import MINIMUM
 from flashdispatch_registry.problem import DTYPE_NAMES
 from flashdispatch_registry.reasons import Code
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     import pytest
 
 __all__ = ["AttentionConformance", "Result", "run_case"]
-
-MINIMUM = ("named/forward_only", "named/length_64", "named/d128")
-"""Cases whose forward every backend must support in float16 or bfloat16: without them, "all passed" says nothing."""
 
 
 class AttentionConformance:
@@ -65,7 +63,7 @@ class AttentionConformance:
         assert result.outcome == "pass", result.report()
 
     def test_the_minimum_is_supported(self) -> None:
-        """Causal forward and LSE at D = 64 and 128 in a 16-bit dtype: a backend that declares nothing can't conform."""
+        """Forward and LSE at D = 64 and 128 in a 16-bit dtype: a backend that declares nothing can't conform."""
         dtypes = [dtype for dtype in self.dtypes if dtype.itemsize == 2]
         assert dtypes, "the minimum is tested in float16 or bfloat16: name one of them in `dtypes`"
         for case in (replace(BY_ID[name], grads=()) for name in MINIMUM):

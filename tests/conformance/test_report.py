@@ -194,7 +194,8 @@ def test_the_matrix_has_the_worst_outcome_of_each_feature(reported: Any) -> None
 def test_every_check_has_a_row() -> None:
     for check in catalogue.CHECKS:
         assert features(check.id, cases.BY_ID.get(check.id))
-    assert features("probe/counting", None) == ("probe",)
+    assert features("probe/counting", None) == ("exact probes",)
+    assert features("new_kind/any", None) == ("new kind",)
     assert features("named/length_65", replace(cases.BY_ID["named/length_65"], causal=False)) == tuple(FEATURES)[:1]
 
 
