@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-Stage = Literal["compiling", "running", "judging"]
-"""compiling: in the first call of its form. running: in a later call or a backward. judging: truth and comparison."""
+Stage = Literal["compiling or running", "running", "judging"]
+"""compiling or running: in the first call of its form, or its backward. running: in a later one. judging: truth and comparison."""
 
 
 def _ignore(stage: Stage) -> None:

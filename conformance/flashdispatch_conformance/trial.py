@@ -148,7 +148,7 @@ class Trial:
             return
         self._called.add((id(inputs), what))
         self._kept.append(inputs)
-        stage.enter("compiling")
+        stage.enter("compiling or running")
         start = time.perf_counter()
         yield
         if self.target.device.type == "cuda":
@@ -208,7 +208,6 @@ def backward(inputs: Inputs, got: Mapping[str, Tensor], *, retain_graph: bool = 
     pairs = [(got["out"], inputs.dout), (got.get("lse"), inputs.dlse)]
     used = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]
     outputs, arriving = [output for output, _ in used], [gradient for _, gradient in used]
-    stage.enter("running")
     gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, retain_graph=retain_graph)
     return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
