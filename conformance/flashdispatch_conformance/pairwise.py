@@ -1,8 +1,8 @@
 """The pairwise cases: a covering array over everything that a problem is made of, loaded from a committed file.
 
 Every two levels of two axes meet in a case, and every three of dtype, head dims and mask. Faults of combinations mostly
-need two things at once (Kuhn, Wallace and Gallo, "Software fault interactions", IEEE TSE 30(6), 2004), and so some 250
-cases stand for more than 10^9. What may not meet is ruled out by the contract (`case.contradictions`) and by `BUDGET`,
+need two things at once (Kuhn, Wallace and Gallo, "Software fault interactions", IEEE TSE 30(6), 2004), and so some 260
+cases stand for 10^12. What may not meet is ruled out by the contract (`case.contradictions`) and by `BUDGET`,
 never by what some backend can run.
 
 The list is generated once and committed, so that an id keeps its meaning: ``python -m
@@ -219,6 +219,7 @@ AXES: tuple[Axis, ...] = (
     _axis("order", {"any order": {}, "deterministic": {"deterministic": True}}),
 )
 BY_NAME: Mapping[str, Axis] = MappingProxyType({axis.name: axis for axis in AXES})
+MASK_FORM = BY_NAME["mask form"]
 
 TRIPLE = ("dtype", "dims", "mask")
 """Axes of which every three levels meet."""
@@ -280,7 +281,7 @@ def why_of(row: Row) -> str:
 
 def allowed(row: Row) -> bool:
     """Whether a whole row is a valid problem within `BUDGET`, and says nothing twice."""
-    if "mask" not in BY_NAME["mask"].levels[row["mask"]] and row["mask form"] != BY_NAME["mask form"].plain:
+    if "mask" not in BY_NAME["mask"].levels[row["mask"]] and row["mask form"] != MASK_FORM.plain:
         return False  # the form of no mask
     if row["gradients"] == "forward only" and (
         row["dout"] != BY_NAME["dout"].plain or row["order"] != BY_NAME["order"].plain
@@ -295,6 +296,13 @@ Chosen = frozenset[tuple[str, str]]
 """Some axes with a level each."""
 
 
+def completed(chosen: Mapping[str, str]) -> Row | None:
+    """The allowed row with `chosen` and else plain levels; a mask's form brings a mask. None when there is none."""
+    needs_mask = "mask" not in chosen and chosen.get("mask form", MASK_FORM.plain) != MASK_FORM.plain
+    row = plain_row(**({"mask": "float mask"} if needs_mask else {}), **chosen)
+    return row if allowed(row) else None
+
+
 def goals() -> list[Chosen]:
     """Every pair of levels, and every three of `TRIPLE`, that can meet: those that can beside plain levels."""
 
@@ -302,7 +310,7 @@ def goals() -> list[Chosen]:
         axes = [BY_NAME[name] for name in names]
         for levels in itertools.product(*(axis.levels for axis in axes)):
             chosen = dict(zip((axis.name for axis in axes), levels, strict=True))
-            if allowed(plain_row(**chosen)):
+            if completed(chosen):
                 yield frozenset(chosen.items())
 
     pairs = itertools.combinations((axis.name for axis in AXES), 2)
@@ -364,19 +372,21 @@ def _filled(start: Row, progress: _Progress) -> Row:
                 item = (axis.name, level)
                 gain = progress.gain(chosen, item)
                 score = (gain, progress.count(item))
-                if gain and (best is None or score > best[0]) and allowed(plain_row(**fixed, **{axis.name: level})):
+                if gain and (best is None or score > best[0]) and completed({**fixed, axis.name: level}):
                     best = (score, *item)
         if best is None:  # nothing left to gain
             break
         fixed[best[1]] = best[2]
-    row = plain_row(**fixed)
+    row = completed(fixed)
+    if row is None:
+        raise ValueError(f"no case has all of {fixed}")
     progress.meet(row)
     return row
 
 
-def generated() -> str:
+def text_of(rows: Iterable[Row]) -> str:
     """The text of the committed file: one case a line."""
-    cases = (case_of(row, f"pairwise/{number:03}") for number, row in enumerate(generate()))
+    cases = (case_of(row, f"pairwise/{number:03}") for number, row in enumerate(rows))
     return "".join(json.dumps(case.to_json()) + "\n" for case in cases)
 
 
@@ -386,4 +396,4 @@ PAIRWISE: tuple[Case, ...] = tuple(
 """All of them, in the order of the file."""
 
 if __name__ == "__main__":
-    FILE.write_text(generated(), encoding="utf-8")
+    FILE.write_text(text_of(generate()), encoding="utf-8")

@@ -80,6 +80,7 @@ PINNED: tuple[Case, ...] = (
     Case(
         id="pinned/B14",
         why="Dao-AILab/flash-attention#1778: half of the rows see nothing, and are 0 with LSE -inf",
+        dtypes=BF16,
         heads=(1, 1),
         seqlens=(2048, 1024),
         causal=True,
@@ -87,6 +88,7 @@ PINNED: tuple[Case, ...] = (
     Case(
         id="pinned/B16",
         why="vllm-project/vllm#3385: the last of 4096 queries with a window of 2048, which is 2049 keys",
+        dtypes=BF16,
         heads=(1, 1),
         seqlens=(128, 4096),
         causal=True,
@@ -95,6 +97,7 @@ PINNED: tuple[Case, ...] = (
     Case(
         id="pinned/B17",
         why="sgl-project/sglang#32087: decode dropped the oldest key inside the window",
+        dtypes=BF16,
         heads=(8, 2),
         seqlens=(1, 5000),
         causal=True,
@@ -302,6 +305,7 @@ PINNED: tuple[Case, ...] = (
         seqlens=(16, 16),
         dims=(80, 80),
         values="zeros",
+        grads=(),
     ),
     Case(
         id="pinned/B44",
@@ -311,7 +315,7 @@ PINNED: tuple[Case, ...] = (
         distinct=4,
         heads=(1, 1),
         seqlens=(16, 16),
-        dims=(32, 32),
+        dims=(16, 16),
         causal=True,
     ),
     Case(
@@ -678,6 +682,7 @@ PINNED: tuple[Case, ...] = (
     Case(
         id="pinned/B92",
         why="flashinfer-ai/flashinfer#50: decode over long keys, the same with and without the LSE",
+        dtypes=BF16,
         heads=(8, 2),
         seqlens=(1, 8192),
         dims=(128, 128),
@@ -740,6 +745,7 @@ PINNED: tuple[Case, ...] = (
     Case(
         id="pinned/B110",
         why="pytorch/pytorch#136232: the loss uses the LSE, S no multiple of a block",
+        dtypes=BF16,
         heads=(12, 12),
         seqlens=(200, 200),
         dlse=True,
