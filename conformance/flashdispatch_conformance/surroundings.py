@@ -60,7 +60,7 @@ def _git(*arguments: str) -> str | None:
     """What git says in the suite's folder; None when it can't or there is no repository."""
     try:
         done = subprocess.run(  # noqa: S603  fixed arguments
-            ["git", "-C", str(PACKAGE), *arguments],  # noqa: S607  whichever git the user has
+            ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments],  # noqa: S607  whichever git the user has
             capture_output=True,
             text=True,
             timeout=20,

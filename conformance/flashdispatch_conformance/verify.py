@@ -14,6 +14,7 @@ from typing import Any
 from flashdispatch_conformance import cases, catalogue, summary, surroundings
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.document import SCHEMA, number, seal_of, sha256
+from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.tolerance import GATES, Scores, broken
 from flashdispatch_conformance.waivers import Waiver, faults
 
@@ -65,9 +66,10 @@ def unchecked(document: Mapping[str, Any]) -> list[str]:
             f"the case list and the gates: the report is of suite {version}, this is {SUITE_VERSION}; "
             "units are held to the gates that the report states, and not for bias"
         )
-    elif tree != surroundings.source_tree_sha256():
+    same = tree == surroundings.source_tree_sha256()
+    if version == SUITE_VERSION and not same:
         found.append(f"whether its checks are these: it was made by another source of suite {version} than this one")
-    if suite.get("modified") is None:
+    if suite.get("modified") is None and not same:
         found.append("whether the suite was modified: it was run from no repository and no wheel")
     return found
 
@@ -154,6 +156,8 @@ def _unit(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Fin
         yield Finding(unit, f"it is {outcome}, but says: {messages[0]}")
     if (outcome == "not_run") != ("not_run" in entry):
         yield Finding(unit, f"it is {outcome}, with {entry.get('not_run', 'no reason')} for not being run")
+    if entry.get("not_run") == NotRun.NO_CUDA and document["device"]["type"] == "cuda":
+        yield Finding(unit, "it was not run for want of a CUDA GPU, on a CUDA GPU")
     if outcome == "unsupported" and not entry.get("refused"):
         yield Finding(unit, "it is unsupported, but no call was refused")
     if (outcome in ("waived", "unexpected_pass")) != ("waiver" in entry):
@@ -164,7 +168,7 @@ def _unit(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Fin
 
 def _silent(entry: Mapping[str, Any]) -> bool:
     """True for a unit that was never started: there is nothing to say of it but the reason."""
-    return entry["outcome"] == "not_run" and entry.get("not_run") in ("FILTERED", "INTERRUPTED")
+    return entry["outcome"] == "not_run" and entry.get("not_run") in (NotRun.FILTERED, NotRun.INTERRUPTED)
 
 
 def _broken(name: str, tensor: Mapping[str, Any], entry: Mapping[str, Any], suite: Mapping[str, Any]) -> Iterator[str]:

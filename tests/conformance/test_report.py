@@ -345,6 +345,15 @@ def test_it_says_what_nobody_can_know(document: Document) -> None:
     assert "no repository and no wheel" in modified
 
 
+def test_what_the_device_has_is_no_reason(reported: Any) -> None:
+    results = reported.all_passed()
+    results[0] = replace(results[0], outcome="not_run", stats={}, not_run=NotRun.NO_CUDA, messages=("no GPU",))
+    found = report.make(reported.run(), results)
+    assert report.verify(found) == []
+    found["device"] |= {"type": "cuda", "arch": "sm_90"}
+    assert "for want of a CUDA GPU, on a CUDA GPU" in said(resealed(found))
+
+
 def test_the_schema_is_one_and_takes_no_unknown_field(document: Document) -> None:
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
