@@ -7,7 +7,7 @@ so a finding is one line of JSON that `flashdispatch conformance replay` runs ag
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -151,11 +151,13 @@ def fuzz(
     max_examples: int | None = None,
     seed: int = 0,
     derandomize: bool = False,
+    watch: Callable[[Replay], None] | None = None,
 ) -> Iterator[Finding]:
     """Draws cases until `seconds` have passed or `max_examples` were drawn, and yields each that fails, shrunk.
 
-    A case fails when its result is fail or error. With `derandomize` the same cases are drawn every time, whatever the
-    seed. Raises ValueError when neither limit is given, UnknownBackendError when there is no such backend.
+    A case fails when its result is fail or error. `watch` is told of each before it is run. With `derandomize` the same
+    cases are drawn every time, whatever the seed. Raises ValueError when neither limit is given, UnknownBackendError
+    when there is no such backend.
     """
     if seconds is None and max_examples is None:
         raise ValueError("give fuzz seconds or max_examples: without a limit it would never end")
@@ -166,7 +168,7 @@ def fuzz(
     while (left is None or left > 0) and (end is None or time.monotonic() < end):
         count = ROUND if left is None else min(ROUND, left)
         left = None if left is None else left - count
-        result = _round(target, count, number if derandomize else _mixed(seed, number), end)
+        result = _round(target, count, number if derandomize else _mixed(seed, number), end, watch)
         number += 1
         if result is not None and result[0] not in seen:
             seen.add(result[0])
@@ -178,7 +180,9 @@ def _mixed(seed: int, number: int) -> int:
     return seed * 1_000_003 + number
 
 
-def _round(target: Target, count: int, seed: int, end: float | None) -> tuple[Case, Result] | None:
+def _round(
+    target: Target, count: int, seed: int, end: float | None, watch: Callable[[Replay], None] | None
+) -> tuple[Case, Result] | None:
     """The smallest failing case of `count` examples, with its result; None when all are right."""
     import hypothesis
     from hypothesis import HealthCheck, Phase
@@ -198,6 +202,8 @@ def _round(target: Target, count: int, seed: int, end: float | None) -> tuple[Ca
     def check(case: Case) -> None:
         if end is not None and time.monotonic() > end:
             raise _TimeIsUpError
+        if watch is not None:
+            watch(Replay(case=case, dtype=DTYPE_NAMES[target.dtype], seed=target.seed))
         result = check_case(case, target)
         if result.outcome in ("fail", "error"):
             smallest[:] = [(case, result)]

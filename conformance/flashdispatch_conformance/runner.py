@@ -115,6 +115,13 @@ def workers_for(device: torch.device) -> int:
     return max(1, min(cores - 1, free // GPU_BYTES))
 
 
+def workers_of(settings: Settings) -> int:
+    """How many children a run has at most."""
+    if not settings.isolated:
+        return 1
+    return workers_for(settings.device) if settings.workers is None else settings.workers
+
+
 Watch = Callable[[Sequence[str]], None]
 """Told from time to time which units are running."""
 
@@ -136,8 +143,7 @@ def run(units: Sequence[Unit], settings: Settings, watch: Watch = nobody) -> Gen
         return
     together = compile_order(unit for unit in units if not unit.check.alone)
     alone = [unit for unit in units if unit.check.alone]
-    workers = workers_for(settings.device) if settings.workers is None else settings.workers
-    for group, count in ((together, min(workers, len(together))), (alone, 1)):
+    for group, count in ((together, min(workers_of(settings), len(together))), (alone, 1)):
         if group:
             with Children(settings, count) as children:
                 yield from children.results(group, watch)
@@ -267,7 +273,7 @@ class Children:
         self.waiting.extendleft(attempt.unit for attempt in self.given.values())
         self.given.clear()
         self._end()
-        if self.idle_breaks > 2:
+        if self.idle_breaks > 1:
             raise RunnerError(
                 "the child processes end before they have done anything; what they say is above.\n"
                 "  to see more, run one check in this process: flashdispatch conformance run --in-process -k UNIT_ID"

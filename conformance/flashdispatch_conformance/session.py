@@ -15,6 +15,7 @@ import torch
 from flashdispatch_conformance import catalogue, journal, report, runner, surroundings
 from flashdispatch_conformance.check import Tier, Unit
 from flashdispatch_conformance.document import Document
+from flashdispatch_conformance.fuzz_round import is_round, rounds
 from flashdispatch_conformance.journal import Journal
 from flashdispatch_conformance.result import Result
 from flashdispatch_conformance.runner import Settings, Watch
@@ -61,6 +62,8 @@ class Session:
     """Where journal and report go."""
     command: Sequence[str] = ()
     waivers: Waivers = ()
+    fuzz_minutes: float = 0.0
+    """How long random cases are run, after all others."""
     started: str = field(default_factory=lambda: _now())
     results: dict[str, Result] = field(default_factory=dict)
     """By unit, in the order in which they came."""
@@ -84,17 +87,22 @@ class Session:
         if different := journal.differences(identity, self.identity()):
             return f"starting anew, since this is another run than the one in {path}: {'; '.join(different)}"
         self.results = {result.id: result for result in results}
-        return f"resumed: {len(self.results)} of {len(self.selection.units())} units are in {path}"
+        return f"resumed: {len(self.results)} of {len(self.units())} units are in {path}"
+
+    def units(self) -> tuple[Unit, ...]:
+        """All that is to be run, in this order."""
+        return (*self.selection.units(), *self._rounds())
 
     def run(self, watch: Watch = runner.nobody) -> Generator[Result]:
         """Runs what has no result yet, writes each to the journal and yields it. The journal goes when all is done."""
-        missing = [unit for unit in self.selection.units() if unit.id not in self.results]
-        log = Journal(self.journal_path, self.identity(), tuple(self.results.values()))
-        with log, closing(runner.run(missing, self.settings, watch)) as results:
-            for result in results:
-                self.results[result.id] = result
-                log.add(result)
-                yield result
+        with Journal(self.journal_path, self.identity(), tuple(self.results.values())) as log:
+            for units in (self.selection.units(), self._rounds()):
+                missing = [unit for unit in units if unit.id not in self.results]
+                with closing(runner.run(missing, self.settings, watch)) as results:
+                    for result in results:
+                        self.results[result.id] = result
+                        log.add(result)
+                        yield result
         self.journal_path.unlink()
 
     def document(self) -> Document:
@@ -115,17 +123,29 @@ class Session:
             dtypes=()
             if chosen.dtypes is None
             else tuple(DTYPE_NAMES[dtype] for dtype in DTYPE_NAMES if dtype in chosen.dtypes),
-            workers=runner.workers_for(self.settings.device)
-            if self.settings.workers is None
-            else self.settings.workers,
+            workers=runner.workers_of(self.settings),
+            fuzz=self._fuzz(),
         )
-        return report.make(run, tuple(self.results.values()), waivers=self.waivers)
+        # Of fuzzing, a report has what was found.
+        told = [result for result in self.results.values() if result.outcome != "pass" or not is_round(result)]
+        return report.make(run, told, waivers=self.waivers)
+
+    def _rounds(self) -> tuple[Unit, ...]:
+        if not self.fuzz_minutes:
+            return ()
+        return rounds(self.fuzz_minutes, runner.workers_of(self.settings), self.settings.seed)
+
+    def _fuzz(self) -> dict[str, Any] | None:
+        if not self.fuzz_minutes:
+            return None
+        done = [result for result in self.results.values() if is_round(result)]
+        return {"minutes": self.fuzz_minutes, "rounds": len(done), "found": sum(r.outcome != "pass" for r in done)}
 
     def identity(self) -> dict[str, Any]:
         """What results must be about to belong to this run."""
         status = surroundings.status_of(self.settings.backend)
         device = surroundings.device(self.settings.device)
-        ids = "\n".join(unit.id for unit in self.selection.units())
+        ids = "\n".join(unit.id for unit in self.units())
         return {
             "backend": surroundings.backend(status),
             "suite": surroundings.source_tree_sha256(),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 Stage = Literal["compiling or running", "running", "judging"]
-"""compiling or running: in the first call of its form, or its backward. running: in a later one. judging: truth and comparison."""
+"""compiling or running: in the first call of a form, or its backward. running: in a later one. judging: comparing."""
 
 
 def _ignore(stage: Stage) -> None:

@@ -255,6 +255,21 @@ def test_a_missing_package_is_said_before_anything_runs(
     assert "pip install 'flashdispatch[conformance]'" in ran.err
 
 
+def test_fuzzing_reports_what_it_finds_with_a_line_that_runs_it_again(command: Command, mine: AddMine) -> None:
+    mine(factor=2.0)
+    where = ("--backend", "mine", "--plugin", "mine", "--device", "cpu")
+    ran = command("run", *where, "--in-process", "--tier", "smoke", "-k", UNIT, "--fuzz-minutes", "0.2", width=2000)
+    assert ran.code == 1
+    found = document(name="mine-cpu-smoke")
+    assert found["run"]["fuzz"] == {"minutes": 0.2, "rounds": 1, "found": 1}
+    (extra,) = [entry for entry in found["cases"] if entry.get("extra")]
+    assert (extra["id"], extra["outcome"]) == ("fuzz/0-float16", "fail")
+    (line,) = re.findall(r"flashdispatch conformance replay --backend mine '(\{.*\})'", ran.out)
+    again = command("replay", line, *where)
+    assert again.code == 1
+    assert "fuzz/case on mine in float16: fail" in again.out
+
+
 # Interrupted, resumed, in shards
 
 

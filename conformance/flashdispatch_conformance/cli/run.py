@@ -70,6 +70,9 @@ def run(
         int | None,
         typer.Option(min=1, help="Child processes.", show_default="cores and memory", rich_help_panel=_HOW),
     ] = None,
+    fuzz_minutes: Annotated[
+        float, typer.Option(min=0.0, help="Minutes of random cases after all others.", rich_help_panel=_WHAT)
+    ] = 0.0,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds that one unit may take.", rich_help_panel=_HOW)
     ] = 120.0,
@@ -102,6 +105,8 @@ def run(
     from flashdispatch_conformance.session import Selection, Session
 
     needs("jinja2", "writing the pages of a report")  # now, and not when everything has been run
+    if fuzz_minutes:
+        needs("hypothesis", "--fuzz-minutes")
     load(plugin)
     names, missing = environment.backends(backend)
     for name, reasons in missing.items():
@@ -133,6 +138,7 @@ def run(
             folder=output,
             command=("flashdispatch", *sys.argv[1:]),
             waivers=waived,
+            fuzz_minutes=fuzz_minutes,
         )
         if resume:
             typer.echo(session.resume(), err=True)
@@ -173,7 +179,7 @@ def write(document: dict[str, Any], folder: Path) -> tuple[Path, ...]:
 
 def _run(session: Session) -> bool:
     """Runs the session under a progress bar; True when it was interrupted."""
-    total = len(session.selection.units())
+    total = len(session.units())
     console = Console(stderr=True)
     with _progress(console) as progress:
         task = progress.add_task("starting", total=total, completed=len(session.results), bad=_bad(session))

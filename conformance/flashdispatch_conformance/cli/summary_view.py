@@ -77,6 +77,9 @@ def _failures(document: dict[str, Any]) -> Iterator[Fact]:
     for entry in bad[:SHOWN]:
         said = [line for line in entry.get("messages", [""])[0].strip().splitlines() if line.strip()]
         yield Fact(entry["outcome"].replace("_", " "), f"{entry['id']}: {said[-1] if said else ''}", "bad")
-        yield Fact("", replay_line(entry["id"], document))
+        own = [
+            message for message in entry.get("messages", ()) if message.startswith("flashdispatch conformance replay")
+        ]
+        yield Fact("", own[0] if own else replay_line(entry["id"], document))
     if len(bad) > SHOWN:
         yield Fact("", f"and {len(bad) - SHOWN} more, in the report")
