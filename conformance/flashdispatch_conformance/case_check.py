@@ -114,7 +114,7 @@ class _CaseCheck:
         case = self.case
         lens = {
             (length(self.inputs.q_lens, b, case.seqlens[0]), length(self.inputs.kv_lens, b, case.seqlens[1]))
-            for b in range(case.batch)
+            for b in range(case.sequences)
         }
         return all(torch.equal(inside_band(got, n, m), inside_band(wanted, n, m)) for n, m in lens)
 
@@ -181,6 +181,7 @@ class _CaseCheck:
 
 
 def repeated(expected: Expected, count: int) -> Expected:
-    """What `count` repetitions of a batch must be."""
-    tensors: dict[str, Tensor] = {item.name: getattr(expected, item.name) for item in fields(expected)}
-    return replace(expected, **{name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in tensors.items()})
+    """What `count` repetitions of a batch must be. They are the same rows again, so `rows` stays."""
+    tensors = ((item.name, getattr(expected, item.name)) for item in fields(expected))
+    again = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in tensors if isinstance(x, Tensor)}
+    return replace(expected, **again)
