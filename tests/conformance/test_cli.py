@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -107,6 +108,15 @@ def document(folder: str = "conformance-report", name: str = "torch_reference-cp
     return found
 
 
+def test_importing_the_command_line_and_the_runner_loads_nothing_that_only_a_part_of_it_needs() -> None:
+    heavy = ("pytest", "hypothesis", "jsonschema", "jinja2", "matplotlib", "pebble")
+    parts = ("cli", "cli.summary_view", "session", "runner", "worker", "replay", "environment", "pytest_plugin")
+    modules = ", ".join(f"flashdispatch_conformance.{part}" for part in parts)
+    code = f"import sys, {modules}; sys.exit(' '.join(set(sys.modules) & set({heavy!r})) or 0)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 # Help
 
 
@@ -189,6 +199,15 @@ def test_a_failure_exits_with_1_and_says_how_to_see_it_again(command: Command, m
     again = command("replay", UNIT, *where)
     assert again.code == 1
     assert "lse: " in again.out
+
+
+def test_what_a_machine_without_a_gpu_can_not_run_is_named(command: Command) -> None:
+    ran = command("run", *HERE, "--tier", "full", "-k", "condition/stream", "-k", "condition/graph")
+    found = document(name="torch_reference-cpu-full")
+    count = found["summary"]["not_run"]["NO_CUDA"]
+    assert count > 0
+    assert f"{count} units (condition/" in ran.words
+    assert "they need a CUDA GPU, and this machine has none" in ran.words
 
 
 def test_a_plugin_is_known_to_the_child_processes(command: Command, mine: AddMine) -> None:

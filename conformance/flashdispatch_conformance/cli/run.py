@@ -195,7 +195,9 @@ def _run(session: Session) -> bool:
                     progress.update(task, completed=len(session.results), bad=_bad(session))
                     if result.outcome in BAD:
                         said = result.messages[0].strip().splitlines()[-1] if result.messages else ""
-                        progress.console.print(Text(f"{result.outcome}: {result.id}: {said}", STYLES["bad"]))
+                        progress.console.print(
+                            Text(f"{result.outcome}: {result.id}: {said}", STYLES["bad"]), soft_wrap=True
+                        )
             except KeyboardInterrupt:
                 return True
     return False

@@ -22,6 +22,9 @@ TONES: dict[str, Tone] = {"conformant": "good", "partial": "warn", "nonconforman
 SHOWN = 20
 """Failures that are listed; the report has them all."""
 
+NAMED = 12
+"""Checks that were not run, and are named one by one."""
+
 
 def summary_view(document: dict[str, Any], paths: Sequence[Path]) -> RenderableType:
     """The summary of a report that lies in `paths`."""
@@ -49,12 +52,12 @@ def _counts(document: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _not_run(document: dict[str, Any]) -> Iterator[Fact]:
-    """What was left out, and of which kinds of check."""
+    """What was left out: the checks by name, or their kinds where they are many."""
     for at, (why, count) in enumerate(document["summary"]["not_run"].items()):
-        kinds = dict.fromkeys(
-            entry["check"].partition("/")[0] for entry in document["cases"] if entry.get("not_run") == why
-        )
-        text = f"{count} ({', '.join(kinds)}): {NOT_RUN_WORDS[NotRun(why)]}"
+        names = dict.fromkeys(entry["check"] for entry in document["cases"] if entry.get("not_run") == why)
+        if len(names) > NAMED:
+            names = dict.fromkeys(name.partition("/")[0] for name in names)
+        text = f"{count} units ({', '.join(names)}): {NOT_RUN_WORDS[NotRun(why)]}"
         yield Fact("not run" if at == 0 else "", text, "warn")
 
 
