@@ -129,7 +129,7 @@ def device(device: torch.device) -> dict[str, Any]:
     }
     uuid = getattr(properties, "uuid", None)
     if uuid is not None:
-        block |= {"uuid_sha256": _hashed(str(uuid)), **_smi(str(uuid))}
+        block |= {"uuid_sha256": _hashed(str(uuid)), **_smi(f"GPU-{str(uuid).removeprefix('GPU-')}")}
     return block
 
 
@@ -138,7 +138,7 @@ def _smi(uuid: str) -> dict[str, str | float | None]:
     query = ",".join(_SMI.values())
     try:
         done = subprocess.run(  # noqa: S603  a fixed query, and a UUID from the driver
-            ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"],  # noqa: S607
+            ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"],  # noqa: S607
             capture_output=True,
             text=True,
             timeout=20,

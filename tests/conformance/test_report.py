@@ -570,6 +570,41 @@ def test_new_reports_do_not_change_the_suite(monkeypatch: pytest.MonkeyPatch, tm
     assert surroundings.source_tree_sha256() != before
 
 
+@pytest.fixture
+def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Document]:
+    """The device block of a made-up GPU whose nvidia-smi is the given shell script."""
+    properties = type(
+        "Properties", (), {"name": "NVIDIA H200", "multi_processor_count": 132, "total_memory": 2**37, "uuid": "1-2"}
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    monkeypatch.setattr(surroundings, "arch_of", lambda _: "sm_90")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def block(script: str) -> Document:
+        if script:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        return surroundings.device(torch.device("cuda", 0))
+
+    return block
+
+
+def test_a_gpu_is_described_as_far_as_it_tells(a_gpu: Any) -> None:
+    asked = 'test "$1" = --id=GPU-1-2 || exit 6'
+    block = a_gpu(f'{asked}; echo "580.95.05, Enabled, [N/A], 700.00, 1980, 3201"')
+    assert (block["name"], block["arch"], block["sm_count"]) == ("NVIDIA H200", "sm_90", 132)
+    assert (block["driver"], block["ecc"], block["mig"]) == ("580.95.05", "Enabled", None)
+    assert (block["power_limit_w"], block["clock_sm_mhz"], block["clock_memory_mhz"]) == (700.0, 1980.0, 3201.0)
+    assert block["uuid_sha256"] == hashlib.sha256(b"1-2").hexdigest()
+
+
+@pytest.mark.parametrize("script", ["", "exit 9", "echo nonsense"])
+def test_without_nvidia_smi_the_rest_is_there(script: str, a_gpu: Any) -> None:
+    block = a_gpu(script)
+    assert (block["name"], block["driver"], block["power_limit_w"]) == ("NVIDIA H200", None, None)
+
+
 def git(folder: Path, *arguments: str) -> None:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
