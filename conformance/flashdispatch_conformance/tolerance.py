@@ -53,9 +53,10 @@ Sk = 16384 (docs/calibration.md has the measurements).
 
 **Truncation.** Matrix units may cut what they add to an accumulator instead of rounding it (Fasi, Higham, Mikaitis and
 Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021, section 4): each addition then loses about
-w |s_k|, always towards 0. The shallowest instruction that float32 runs on sums 8 products, so N terms are N / 8 cuts:
+w |s_k|, always towards 0. The shallowest instruction for float32 sums 8 products, and IEEE accuracy takes three of them
+(of the high parts, and of a high with a low part, twice), so N terms are c = 3 ceil(N / 8) cuts:
 
-    drift = w N/8 (|X1| / 2 + 2/3 sqrt(X2))       from E|s_k| <= k/N |X1| + sqrt(k/N X2)
+    drift = w c (|X1| / 2 + 2/3 sqrt(X2))         from E|s_k| <= k/N |X1| + sqrt(k/N X2)
 
 is the error of one sign that no kernel can be blamed for. That of the scores goes on to the LSE as rowsum P t drift_S;
 it moves weights both ways, and is left out elsewhere. drift widens the bias gate alone, by its mean in sigmas, and no
@@ -92,6 +93,8 @@ TF32_ROUNDOFF = 2.0**-8
 """What covers operands cut to 10 bits, as the docstring derives."""
 DEPTH = 8
 """Products that the shallowest matrix instruction for float32 sums before it adds them to its accumulator."""
+PARTS = 3
+"""Instructions that one product of float32 accuracy takes on units that multiply TF32."""
 ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: W, torch.float64: 2.0**-53}
 )
@@ -106,8 +109,8 @@ class Gates:
     """What z must satisfy, per tensor.
 
     `bias` is |mean(z * sign(truth))| less the mean of drift / sigma. It is a mean of independent errors, and gated,
-    from `bias_numel` elements and `bias_rows` rows of P on: the error of one row's LSE is in all elements that the row
-    contributes to, so that a single query shifts them all one way.
+    from `bias_numel` elements and `bias_rows` different queries on: the error of one row's LSE is in all elements that
+    the row contributes to, so that a single query, or many equal ones, shift them all one way.
     """
 
     rms: float = 1.5
@@ -136,7 +139,7 @@ class Expected:
     drift: Tensor
     """float64, same shape: the error of one sign that truncating accumulation may leave; it widens the bias gate."""
     rows: int
-    """Rows of P that see a key, over all batches and heads: how many LSE the tensor depends on."""
+    """Different queries that see a key, over all batches and heads: how many LSE with errors of their own there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,8 @@ def accumulation(count: Tensor | float, X1: Tensor, X2: Tensor) -> Tensor:
 
 def truncation(count: Tensor | float, X1: Tensor, X2: Tensor) -> Tensor:
     """drift: what the same sum may lose towards 0 in matrix units that cut."""
-    return W * count / DEPTH * (X1.abs() / 2 + X2.sqrt() * (2 / 3))
+    cuts = PARTS * torch.ceil(torch.as_tensor(count, dtype=torch.float64) / DEPTH)
+    return W * cuts * (X1.abs() / 2 + X2.sqrt() * (2 / 3))
 
 
 class _Noise:
@@ -362,7 +366,7 @@ def expect(
     noise = {name: _Noise(value) for name, value in tensors.items()}
     rows = 0
     for head in heads(problem, q, k, v, extras, dout, dlse):
-        rows += int(head.visible.any(1).sum())
+        rows += len(torch.unique(head.Q[head.visible.any(1)], dim=0))
         _add_head(noise, head, problem, unit, backward)
     sigma = _sigmas(noise, tensors, problem, unit, extras, backward)
     return {
