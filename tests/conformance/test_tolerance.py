@@ -314,7 +314,6 @@ def test_a_seeded_fault_is_found_with_tf32_too(fault: str, case: str, tensor: st
 def judge_one(
     got: Tensor, truth: Tensor, sigma: float, dtype: torch.dtype = torch.bfloat16, drift: float = 0.0, rows: int = 64
 ) -> Stats:
-    problem = replace(build(NAMED[0], torch.bfloat16, "cpu", "cpu").problem, dtype=dtype)
     sigmas = torch.full(truth.shape, sigma, dtype=torch.float64)
     expected = Expected(truth.double(), sigmas, truth.double() == NEG_INF, drift * sigmas, rows)
     return judge("out", got, expected, dtype)
