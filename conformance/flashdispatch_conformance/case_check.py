@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,8 @@ class _CaseCheck:
 
 def repeated(expected: Expected, count: int) -> Expected:
     """What `count` repetitions of a batch must be. They are the same rows again, so `rows` stays."""
-    tensors = ((item.name, getattr(expected, item.name)) for item in fields(expected))
-    again = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in tensors if isinstance(x, Tensor)}
+    values: dict[str, Any] = {item.name: getattr(expected, item.name) for item in fields(expected)}
+    again: dict[str, Any] = {
+        name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in values.items() if isinstance(x, Tensor)
+    }
     return replace(expected, **again)
