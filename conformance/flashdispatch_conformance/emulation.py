@@ -404,11 +404,11 @@ class Emulation:
         return -(P * delta).sum((0, 2, 3))
 
 
-class SmallTiles(Emulation):
-    """32 queries by 48 keys: more steps of every sum, and tails elsewhere."""
+class NarrowTiles(Emulation):
+    """32 queries by 96 keys: sizes that differ, and tails elsewhere."""
 
     block_m = 32
-    block_n = 48
+    block_n = 96
 
 
 class LargeTiles(Emulation):

@@ -22,13 +22,13 @@ import flashdispatch
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.case_check import check_case
 from flashdispatch_conformance.catalogue import BY_ID
-from flashdispatch_conformance.check import ALL_DTYPES, Check, Unit
-from flashdispatch_conformance.emulation import Emulation, LargeTiles, SmallTiles, spec
+from flashdispatch_conformance.check import ALL_DTYPES, BF16, F32, Check, Unit
+from flashdispatch_conformance.emulation import Emulation, LargeTiles, NarrowTiles, spec
 from flashdispatch_conformance.mutants import MUTANTS, ONLY_ON_GPU, Mutant
 from flashdispatch_conformance.result import Result
 from flashdispatch_conformance.trial import Target
 
-CHECKS: tuple[str, ...] = (
+NAMED: tuple[str, ...] = (
     "named/length_1", "named/length_63", "named/length_64", "named/length_65", "named/no_keys", "named/cross_wide",
     "named/cross_tall", "named/keys_200_minus_120", "named/causal_wide", "named/causal_wide_top_left",
     "named/causal_tall", "named/d40", "named/d63", "named/d64_dv128", "named/gqa_8_2", "named/window_63",
@@ -39,7 +39,14 @@ CHECKS: tuple[str, ...] = (
     "named/peaked", "named/all_equal", "named/lse_gradient", "named/forward_only", "named/deterministic",
     "named/view_transposed", "named/dout_every_other", "named/bhsd", "named/everything",
 )  # fmt: skip
-"""Checks of the catalogue that are run, by id: every feature, and the first of every mutant."""
+"""Cases that are run in every dtype, by id: every feature, and the first of every mutant."""
+
+OTHERS: tuple[str, ...] = (
+    "probe/counting_causal", "probe/counting_lens", "probe/counting_65536", "probe/address_gqa", "probe/integer_causal",
+    "probe/zeros", "property/m02_shifted_keys", "property/m06_repeated_heads", "property/m08_causal_prefix",
+    "property/m13_equal_keys", "property/m14_doubled_keys", "condition/second_shape", "condition/repeats",
+)  # fmt: skip
+"""Probes, properties and conditions that are run in bfloat16, by id."""
 
 LONG: tuple[Case, ...] = (
     Case(
@@ -55,11 +62,11 @@ LONG: tuple[Case, ...] = (
         seqlens=(8192, 8),
     ),
 )
-"""Cases of the self-test alone."""
+"""Cases of the self-test alone, run in bfloat16 and float32."""
 
 HONEST: Mapping[str, type[Emulation]] = {
     "fa2_emulation": Emulation,
-    "fa2_emulation_small": SmallTiles,
+    "fa2_emulation_narrow": NarrowTiles,
     "fa2_emulation_large": LargeTiles,
 }
 """The emulations that must be conformant, by the name they are registered under."""
@@ -68,7 +75,7 @@ Progress = Callable[[int, int, str], None]
 """Called with how much is done, of how much, and what comes next."""
 
 KINDS: Mapping[str, str] = {
-    r"not bitwise repeatable|is another one when": "repeatable",
+    r"not bitwise (repeatable|that of the first)|is another one when": "repeatable",
     r"^inputs were written to": "inputs written",
     r"has (shape|dtype|device|strides|requires_grad)": "form",
     r"^the core took": "problem",
@@ -79,10 +86,13 @@ KINDS: Mapping[str, str] = {
 
 
 def units() -> tuple[Unit, ...]:
-    """What everything is run on, in every dtype that a check has."""
-    long = (Check(id=case.id, why=case.why, run=partial(check_case, case), dtypes=ALL_DTYPES) for case in LONG)
-    checks = (*(BY_ID[name] for name in CHECKS), *long)
-    return tuple(Unit(check, dtype) for check in checks for dtype in check.dtypes)
+    """What everything is run on."""
+    long = tuple(Check(id=case.id, why=case.why, run=partial(check_case, case)) for case in LONG)
+    return (
+        *(Unit(BY_ID[name], dtype) for name in NAMED for dtype in ALL_DTYPES),
+        *(Unit(check, dtype) for check in long for dtype in (BF16, F32)),
+        *(Unit(BY_ID[name], BF16) for name in OTHERS),
+    )
 
 
 def findings(result: Result) -> frozenset[str]:
@@ -258,7 +268,7 @@ def run_selftest(
     known = {unit.id for unit in chosen}
     for mutant in mutants:
         if mutant.first not in known:
-            raise ValueError(f"mutant {mutant.name} is to be run on {mutant.first} first, which is not run: see CHECKS")
+            raise ValueError(f"mutant {mutant.name} is to be run on {mutant.first} first, which is not among the units")
 
     def step(name: str) -> None:
         nonlocal done

@@ -11,7 +11,7 @@ import torch
 import flashdispatch
 from flashdispatch_conformance import run_case
 from flashdispatch_conformance.cases import BY_ID
-from flashdispatch_conformance.emulation import Emulation, LargeTiles, SmallTiles, spec
+from flashdispatch_conformance.emulation import Emulation, LargeTiles, NarrowTiles, spec
 from flashdispatch_registry import Extras, Needs, Problem
 from flashdispatch_registry.problem import DTYPE_NAMES
 
@@ -26,7 +26,7 @@ SPREAD = (
 """One case a feature; `selftest` runs others."""
 
 
-@pytest.fixture(params=[Emulation, SmallTiles, LargeTiles], scope="module")
+@pytest.fixture(params=[Emulation, NarrowTiles, LargeTiles], scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     flashdispatch.register(spec("emulation_under_test", request.param))
     yield "emulation_under_test"
@@ -76,7 +76,7 @@ def test_output_lse_and_gradients_are_those_of_autograd_in_float64() -> None:
 
 def test_it_works_in_tiles() -> None:
     assert Emulation().key_tiles(torch.empty(1, 130, 1, 8)) == [slice(0, 64), slice(64, 128), slice(128, 130)]
-    assert SmallTiles().query_tiles(torch.empty(1, 40, 1, 8)) == [slice(0, 32), slice(32, 40)]
+    assert NarrowTiles().query_tiles(torch.empty(1, 40, 1, 8)) == [slice(0, 32), slice(32, 40)]
     assert LargeTiles().key_tiles(torch.empty(1, 0, 1, 8)) == []
 
 

@@ -47,7 +47,7 @@ class EightRowsStale(Emulation):
         return result
 
 
-@MEMORY.add("repeatable", "named/forward_only-bfloat16")
+@MEMORY.add("repeatable", "condition/repeats-bfloat16")
 class OneCallInTwentyDiffers(Emulation):
     """A rare race: one call in twenty has an element that is one unit in the last place away."""
 
@@ -100,6 +100,18 @@ class PaddingZeroedInPlace(Emulation):
             for b, length in enumerate(extras.kv_lens.tolist()):
                 k[b, length:] = 0.0
         return super().forward(problem, q, k, v, extras)
+
+
+@MEMORY.add("out: max", "condition/second_shape-bfloat16")
+class KernelOfTheFirstShape(Emulation):
+    """What was built for the first number of keys is used for every later call."""
+
+    def __init__(self) -> None:
+        self.built: list[slice] = []
+
+    def key_tiles(self, k: Tensor) -> list[slice]:
+        self.built = self.built or super().key_tiles(k)
+        return [slice(min(each.start, k.shape[1]), min(each.stop, k.shape[1])) for each in self.built]
 
 
 @MEMORY.add("contract", "named/length_63-bfloat16")

@@ -132,3 +132,12 @@ class Float32GradientThroughBfloat16(Emulation):
 
     def add_to_dq(self, call: Call, dQ_i: Tensor, dR: Tensor, K_j: Tensor, keys: slice) -> Tensor:
         return super().add_to_dq(call, dQ_i, dR, K_j, keys).bfloat16().float()
+
+
+@PRECISION.add("out: rms", "named/length_1-float32")
+class Float32EpsilonInTheDenominator(Emulation):
+    """The normaliser gets 1e-6 against division by 0."""
+
+    def finish(self, call: Call, state: State) -> tuple[Tensor, Tensor]:
+        _, lse = super().finish(call, state)
+        return state.acc / (state.l + 1e-6) * call.rescue, lse

@@ -38,6 +38,15 @@ class OneKeyOfThousandsDropped(Emulation):
         return super().visible(call, rows, keys) & ~seam
 
 
+@SOFTMAX.add("probe/counting_65536", "probe/counting_65536-bfloat16")
+class OneKeyFarOutDropped(Emulation):
+    """One key is lost so far out that its weight is below the noise of the LSE."""
+
+    def visible(self, call: Call, rows: slice, keys: slice) -> Tensor:
+        lost = torch.arange(keys.start, keys.stop) == 40000
+        return super().visible(call, rows, keys) & ~lost
+
+
 @SOFTMAX.add("lse: max", "named/cross_wide-bfloat16")
 class FirstKeyDropped(Emulation):
     """Keys are counted from 1."""
@@ -93,6 +102,18 @@ class MaximumStartsAtZero(Emulation):
     def finish(self, call: Call, state: State) -> tuple[Tensor, Tensor]:
         out, _ = super().finish(call, state)
         return out, state.m + torch.log(state.l)
+
+
+@SOFTMAX.add("property/m08_causal_prefix", "property/m08_causal_prefix-bfloat16")
+class MaximumOverHiddenKeys(Emulation):
+    """The running maximum is taken before the mask: keys that a row must not see change its rounding."""
+
+    def scores(self, call: Call, Q_i: Tensor, K_j: Tensor, rows: slice, keys: slice) -> Tile:
+        self.unmasked = self.scale(call) * (Q_i @ K_j.mT)
+        return super().scores(call, Q_i, K_j, rows, keys)
+
+    def new_maximum(self, m: Tensor, S: Tensor) -> Tensor:
+        return super().new_maximum(m, torch.where(S.amax(-1, keepdim=True) == -torch.inf, S, self.unmasked))
 
 
 @SOFTMAX.add("out: finite", "named/mask_float_band-bfloat16")
