@@ -83,6 +83,12 @@ Gradient = Literal["q", "k", "v", "sinks"]
 Tier = Literal["full", "deep"]
 
 
+Part = Literal["gradients", "out", "lse"]
+"""The calls of a case: differentiable with its backward, without gradients, and with the LSE returned."""
+
+PARTS: tuple[Part, ...] = ("gradients", "out", "lse")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
     """An attn_mask: `shape` as the caller gives it, broadcastable to (B, Hq, Sq, Sk)."""
@@ -141,6 +147,8 @@ class Case:
     deterministic: bool | None = None
     grads: tuple[Gradient, ...] = ("q", "k", "v")
     """Inputs that want a gradient, besides a mask with `Mask.grad`; empty is a forward-only case."""
+    calls: tuple[Part, ...] = PARTS
+    """The calls that the case makes. Leaving one out saves the kernels that it alone would need."""
     dout: bool = True
     """A gradient arrives for the output."""
     dlse: bool = False
@@ -257,7 +265,7 @@ def _types(case: Case) -> Iterator[str]:
         value = getattr(case, name)
         if not any(value is word or (isinstance(value, str) and value == word) for word in allowed):
             yield f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
-    for name, names in (("dtypes", tuple(DTYPES)), ("grads", get_args(Gradient))):
+    for name, names in (("dtypes", tuple(DTYPES)), ("grads", get_args(Gradient)), ("calls", PARTS)):
         value = getattr(case, name)
         if not isinstance(value, tuple) or len(set(value)) < len(value) or not set(value) <= set(names):
             yield f"{name} must be different words of {', '.join(names)}, got {value!r}"

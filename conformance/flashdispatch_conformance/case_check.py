@@ -1,8 +1,8 @@
 """The check of one case: its calls, held to the truth and to the contract's form.
 
-A case makes up to three calls: **gradients** (the differentiable call and its backward), **out** (no gradients) and
-**lse** (no gradients, LSE returned). What is declared must pass every check; what is not must be refused. A backend
-without a backward is so still held to its forward.
+A case makes up to three calls (`Case.calls`): **gradients** (the differentiable call and its backward), **out** (no
+gradients) and **lse** (no gradients, LSE returned). What is declared must pass every check; what is not must be
+refused. A backend without a backward is so still held to its forward.
 
 Checked: shapes, dtypes and the contract's strides; every output and gradient against the float64 truth (`tolerance`);
 the forward bitwise repeatable, gradients too where the call asks for it; the output bitwise the same with and without
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.case import Case, Part
 from flashdispatch_conformance.inputs import Inputs, bshd
 from flashdispatch_conformance.oracle import inside_band, length
-from flashdispatch_conformance.result import Part, Result
+from flashdispatch_conformance.result import Result
 from flashdispatch_conformance.tolerance import Expected, expect
 from flashdispatch_conformance.trial import Target, Trial, run_trial, same_bits
 from flashdispatch_registry.layout import dense_strides
@@ -55,10 +55,11 @@ class _CaseCheck:
 
     def all_parts(self) -> None:
         """Makes the case's calls and their checks."""
-        if self.case.needs_grad and self.declared("gradients"):
+        calls = self.case.calls
+        if "gradients" in calls and self.case.needs_grad and self.declared("gradients"):
             self.check_gradients()
-        out = self.check_forward() if self.declared("out") else None
-        if self.declared("lse"):
+        out = self.check_forward() if "out" in calls and self.declared("out") else None
+        if "lse" in calls and self.declared("lse"):
             self.check_lse(out)
         if changed := self.inputs.changed():
             self.trial.fail(f"inputs were written to: {', '.join(changed)}")

@@ -22,10 +22,11 @@ SMOKE = frozenset(
     {
         "named/length_1", "named/length_65", "named/length_704_minus_120", "named/causal_tall", "named/causal_wide",
         "named/d128", "named/gqa_8_2", "named/window_63", "named/mask_bool_empty_rows", "named/mask_float_grad",
-        "named/lens_causal", "named/softcap_peaked", "named/sinks_window_gqa", "named/alibi_causal",
+        "named/lens_causal", "named/softcap_peaked", "named/sinks_window_gqa", "named/alibi_causal", "named/length_63",
+        "named/length_64", "named/all_equal", "named/d128_full", "named/forward_only",
     }
 )  # fmt: skip
-"""Cases of the first contact, in bfloat16: one for each feature."""
+"""Cases of the first contact, in bfloat16: one for each feature, and the minimum."""
 
 SMOKE_IN_ALL_DTYPES = frozenset({"named/length_65", "named/causal_tall"})
 """Those of them that every dtype is tried with."""

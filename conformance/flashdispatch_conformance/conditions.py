@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import flashdispatch
-from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.case import Case, Part
 from flashdispatch_conformance.check import BF16, F16, Check
 from flashdispatch_conformance.inputs import Inputs, bshd
-from flashdispatch_conformance.result import NotRun, Part
+from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.tolerance import expect
 from flashdispatch_conformance.trial import NotRunError, Trial, backward, same_bits
 

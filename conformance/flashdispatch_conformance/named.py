@@ -125,6 +125,7 @@ NAMED: tuple[Case, ...] = (
     Case(id="named/d63", why="66RING/tiny-flash-attention#12: an odd head dim", seqlens=(33, 33), dims=(63, 63)),
     Case(id="named/d96", why="D = 96 (Phi-3)", seqlens=(65, 65), dims=(96, 96), causal=True),
     Case(id="named/d128", why="D = 128 (Llama, Qwen, Mistral)", seqlens=(65, 65), dims=(128, 128), causal=True),
+    Case(id="named/d128_full", why="D = 128 without a mask: part of the minimum", seqlens=(65, 65), dims=(128, 128)),
     Case(
         id="named/d256_outliers",
         why="NVIDIA/TransformerEngine#3216: dQ wrong at D = 256, batch 2, outlier channels (Gemma)",

@@ -256,6 +256,8 @@ def case_of(row: Row, id: str) -> Case:  # noqa: A002  the field's name
         )
     if all_grads and chosen.get("sinks"):
         chosen["grads"] = (*chosen["grads"], "sinks")
+    if chosen["grads"]:
+        chosen["calls"] = ("gradients", "lse")  # one forward kernel for both; that of the output alone is another
     if chosen.get("scale") == "1/D":
         chosen["scale"] = 1.0 / chosen["dims"][0]
     for name, length, shift in (("q_lens", seqlen_q, 0), ("kv_lens", seqlen_k, 2)):

@@ -22,9 +22,6 @@ unexpected_pass  a waiver says that it fails, and it does not
 not_run          no statement about the backend, with the reason
 """
 
-Part = Literal["gradients", "out", "lse"]
-"""The three calls of a case: differentiable with its backward, without gradients, and with the LSE."""
-
 INSTALLATION = frozenset(
     {Code.DEP_MISSING, Code.LOAD_FAILED, Code.API_VERSION, Code.DUPLICATE_NAME, Code.DISABLED, Code.NOT_ALLOWED}
 )

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import flashdispatch
 from flashdispatch_conformance import stage
-from flashdispatch_conformance.case import Case
+from flashdispatch_conformance.case import Case, Part
 from flashdispatch_conformance.inputs import Inputs, build
-from flashdispatch_conformance.result import INSTALLATION, NotRun, Outcome, Part, Result
+from flashdispatch_conformance.result import INSTALLATION, NotRun, Outcome, Result
 from flashdispatch_conformance.tolerance import Expected, Stats, judge
 from flashdispatch_registry.arch import arch_of
 from flashdispatch_registry.plan import Plan

@@ -21,7 +21,7 @@ MinimumSet = Literal["pass", "fail", "not_run"]
 
 MINIMUM = (
     "named/length_1", "named/length_63", "named/length_64", "named/length_65", "named/all_equal", "named/d128",
-    "named/forward_only",
+    "named/d128_full", "named/forward_only",
 )  # fmt: skip
 """Cases whose forward and LSE every backend must support in float16 or bfloat16: D 64 and 128, causal and not, Sq = Sk,
 one KV head per query head. Without them, "all passed" says nothing."""

@@ -1,6 +1,6 @@
 """PyTorch's own CUDA kernels as backends, so that the suite's gates can be calibrated on kernels that are not ours.
 
-    PYTHONPATH=tests/peers flashdispatch conformance run --plugin torch_sdpa --backend sdpa_flash,sdpa_efficient,sdpa_cudnn
+    PYTHONPATH=tests/peers flashdispatch conformance run --plugin torch_sdpa --backend sdpa_flash
 
 They declare what these kernels do without padding or copies: dense and square causal attention.
 """

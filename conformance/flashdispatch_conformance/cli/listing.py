@@ -108,7 +108,7 @@ def explain(
 
 def _declared(case: Case, backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Which of the case's calls `backend` declares, with the reasons for those that it does not."""
-    from flashdispatch_conformance.result import Part
+    from flashdispatch_conformance.case import Part
     from flashdispatch_conformance.trial import Target, Trial
 
     trial = Trial(Target(backend=backend, dtype=dtype, device=device))
