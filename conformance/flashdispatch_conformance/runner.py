@@ -95,10 +95,10 @@ def compile_order(units: Iterable[Unit]) -> tuple[Unit, ...]:
 
 
 def _kernel(unit: Unit) -> tuple[object, ...]:
-    """What a kernel is compiled for, as far as a case says it."""
+    """What a kernel is compiled for, as far as a case says it; checks of other kinds count as one kernel a kind."""
     case = cases.BY_ID.get(unit.check.id)
     if case is None:
-        return (unit.id,)
+        return (unit.dtype, unit.check.id.partition("/")[0])
     mask = None if case.mask is None else (case.mask.kind, case.mask.grad)
     band = (bool(case.causal), case.window is not None)
     scores = (mask, case.alibi, case.sinks, case.softcap is not None, case.dropout_p > 0)

@@ -145,7 +145,7 @@ class Session:
         """What results must be about to belong to this run."""
         status = surroundings.status_of(self.settings.backend)
         device = surroundings.device(self.settings.device)
-        ids = "\n".join(unit.id for unit in self.units())
+        ids = "\n".join(unit.id for unit in self.selection.units())
         return {
             "backend": surroundings.backend(status),
             "suite": surroundings.source_tree_sha256(),

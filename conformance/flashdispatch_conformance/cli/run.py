@@ -101,7 +101,7 @@ def run(
     """
     from flashdispatch_conformance import environment
     from flashdispatch_conformance.cli.plugins import load
-    from flashdispatch_conformance.runner import Settings
+    from flashdispatch_conformance.runner import Settings, workers_for
     from flashdispatch_conformance.session import Selection, Session
 
     needs("jinja2", "writing the pages of a report")  # now, and not when everything has been run
@@ -128,7 +128,7 @@ def run(
             device=where,
             seed=seed,
             timeout=timeout,
-            workers=workers,
+            workers=workers_for(where) if workers is None else workers,  # now: the memory that is free changes
             plugins=tuple(plugin or ()),
             isolated=not in_process,
         )
