@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from flashdispatch_conformance import stage
 from flashdispatch_conformance.case import Replay
 from flashdispatch_conformance.check import ALL_DTYPES, Check, Unit
 from flashdispatch_conformance.result import Result
@@ -38,10 +39,14 @@ def _check(seed: int, seconds: float) -> Check:
 
 
 def _run(name: str, seed: int, seconds: float, target: Target) -> Result:
-    from flashdispatch_conformance.fuzz import fuzz
+    from flashdispatch_conformance.fuzz import command, fuzz
 
     start = time.perf_counter()
-    findings = fuzz(target.backend, target.dtype, target.device, seconds=seconds, seed=seed, watch=_say)
+
+    def watch(replay: Replay) -> None:
+        stage.draw(command(target.backend, replay))
+
+    findings = fuzz(target.backend, target.dtype, target.device, seconds=seconds, seed=seed, watch=watch)
     found = next(findings, None)
     passed = Result(
         check=name,
@@ -54,8 +59,3 @@ def _run(name: str, seed: int, seconds: float, target: Target) -> Result:
         return passed
     result = found.result
     return replace(passed, outcome=result.outcome, messages=(*result.messages, found.line()), stats=result.stats)
-
-
-def _say(replay: Replay) -> None:
-    """Into the log of the unit, whose last case is what a crash or a hang is about."""
-    print(f"case: {replay.line()}", flush=True)  # noqa: T201  the log of a child process is its stdout

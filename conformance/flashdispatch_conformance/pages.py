@@ -182,9 +182,12 @@ def page_of(document: Mapping[str, Any]) -> Page:
     )
 
 
-def replay_line(unit: str, document: Mapping[str, Any]) -> str:
-    """The command that runs one unit again."""
-    quoted = "'" + unit.replace("'", "'\"'\"'") + "'"
+def replay_line(entry: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """The command that runs one unit again; a finding of fuzzing, which is no unit of the suite, says its own."""
+    said = [message for message in entry.get("messages", ()) if message.startswith("flashdispatch conformance replay ")]
+    if said:
+        return str(said[-1])
+    quoted = "'" + entry["id"].replace("'", "'\"'\"'") + "'"
     seed = document["suite"]["seed"]
     line = f"flashdispatch conformance replay {quoted} --backend {document['backend']['name']}"
     return f"{line} --seed {seed}" if seed else line
@@ -246,7 +249,7 @@ def _failing(document: Mapping[str, Any], outcomes: Sequence[str]) -> Iterator[F
             why=why[entry["check"]],
             first=_gist(messages[0]),
             messages=messages,
-            replay=replay_line(entry["id"], document),
+            replay=replay_line(entry, document),
         )
 
 

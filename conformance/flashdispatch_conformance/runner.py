@@ -23,7 +23,7 @@ from flashdispatch_conformance.check import Unit
 from flashdispatch_conformance.extra import needs
 from flashdispatch_conformance.result import Result
 from flashdispatch_conformance.trial import Target
-from flashdispatch_conformance.worker import STAGE, Task
+from flashdispatch_conformance.worker import CASE, STAGE, Task
 from flashdispatch_registry.errors import FlashDispatchError, UnknownBackendError
 
 if TYPE_CHECKING:
@@ -287,14 +287,16 @@ class _Log:
 
     stage: str
     tail: tuple[str, ...]
+    """The end of what it printed, and the command that runs its last case again where it had several."""
 
     @classmethod
     def read(cls, path: Path) -> _Log:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         stages = [line.removeprefix(STAGE) for line in lines if line.startswith(STAGE)]
-        said = [line for line in lines if not line.startswith(STAGE)]
+        drawn = [line.removeprefix(CASE) for line in lines if line.startswith(CASE)]
+        said = [line for line in lines if not line.startswith((STAGE, CASE))]
         text = "\n".join(said[-LOG_TAIL:]).strip()
-        return cls(stages[-1] if stages else "", (text,) if text else ())
+        return cls(stages[-1] if stages else "", (*([text] if text else []), *drawn[-1:]))
 
     @property
     def where(self) -> str:

@@ -9,19 +9,28 @@ Stage = Literal["compiling or running", "running", "judging"]
 """compiling or running: in the first call of a form, or its backward. running: in a later one. judging: comparing."""
 
 
-def _ignore(stage: Stage) -> None:
-    del stage
+Watcher = Callable[[str, str], None]
+"""Told of a kind, "stage" or "case", and which one."""
 
 
-_watcher: Callable[[Stage], None] = _ignore
+def _ignore(kind: str, text: str) -> None:
+    del kind, text
 
 
-def watch(watcher: Callable[[Stage], None]) -> None:
-    """Has `watcher` told of each stage that a check of this process enters, from now on."""
+_watcher: Watcher = _ignore
+
+
+def watch(watcher: Watcher) -> None:
+    """Has `watcher` told of all that the checks of this process do, from now on."""
     global _watcher
     _watcher = watcher
 
 
 def enter(stage: Stage) -> None:
     """Says what comes next."""
-    _watcher(stage)
+    _watcher("stage", stage)
+
+
+def draw(command: str) -> None:
+    """Says which case comes next, where a check has many: by the command that runs it again."""
+    _watcher("case", command)

@@ -27,8 +27,8 @@ from flashdispatch_registry.problem import DTYPE_NAMES
 LOST_DEVICE = 113
 """Exit code of a child that was given a unit after its CUDA context was lost: the unit has not been tried."""
 
-STAGE = "[stage] "
-"""Starts a line of the log that says what the unit does from there on."""
+STAGE, CASE = "[stage] ", "[case] "
+"""Start a line of the log that says what the unit does from there on, and with which of its cases."""
 
 CACHE_BYTES = 2**30
 """What PyTorch may keep of a GPU's memory between two units of one child."""
@@ -131,5 +131,5 @@ def _log_to(path: Path) -> None:
     os.close(file)
 
 
-def _say(name: stage.Stage) -> None:
-    os.write(2, f"{STAGE}{name}\n".encode())
+def _say(kind: str, text: str) -> None:
+    os.write(2, f"[{kind}] {text}\n".encode())

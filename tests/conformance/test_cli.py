@@ -277,7 +277,7 @@ def test_a_missing_package_is_said_before_anything_runs(
 def test_fuzzing_reports_what_it_finds_with_a_line_that_runs_it_again(command: Command, mine: AddMine) -> None:
     mine(factor=2.0)
     where = ("--backend", "mine", "--plugin", "mine", "--device", "cpu")
-    ran = command("run", *where, "--in-process", "--tier", "smoke", "-k", UNIT, "--fuzz-minutes", "0.2", width=2000)
+    ran = command("run", *where, "--in-process", "--tier", "smoke", "-k", UNIT, "--fuzz-minutes", "0.2")
     assert ran.code == 1
     found = document(name="mine-cpu-smoke")
     assert found["run"]["fuzz"] == {"minutes": 0.2, "rounds": 1, "found": 1}

@@ -175,6 +175,19 @@ def test_without_isolation_everything_runs_here(monkeypatch: pytest.MonkeyPatch)
     assert "ZeroDivisionError" in result.report()
 
 
+def test_of_a_unit_with_many_cases_the_last_one_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "it.log"
+    stack = "\n".join(f'  File "a.py", line {n}' for n in range(100))
+    path.write_text(f"[stage] judging\n[case] replay 1\n[stage] running\n[case] replay 2\nsaid\n{stack}\n")
+    log = runner._Log.read(path)
+    assert log.stage == "running"
+    said, case = log.tail
+    assert case == "replay 2"
+    assert said.splitlines()[-1] == '  File "a.py", line 99'
+    assert len(said.splitlines()) == runner.LOG_TAIL
+    assert runner._Log.read(tmp_path / "there is none") == runner._Log("", ())
+
+
 # Choice and order
 
 

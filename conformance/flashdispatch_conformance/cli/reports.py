@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashdispatch.cli.output import show
 from flashdispatch_conformance.extra import needs
 from flashdispatch_registry.errors import InvalidRequestError
 
@@ -67,9 +66,9 @@ def report(
         else:
             output.write_text(page, encoding="utf-8")
     else:
-        from flashdispatch_conformance.cli.summary_view import summary_view
+        from flashdispatch_conformance.cli.summary_view import show_summary
 
-        show(summary_view(document, [file]))
+        show_summary(document, [file])
 
 
 def verify(files: _Files, as_json: _Json = False) -> None:
@@ -131,7 +130,7 @@ def merge(
     """
     from flashdispatch_conformance import report as reports
     from flashdispatch_conformance.cli.run import EXIT, write
-    from flashdispatch_conformance.cli.summary_view import summary_view
+    from flashdispatch_conformance.cli.summary_view import show_summary
 
     needs("jinja2", "writing the pages of a report")
     document = reports.merge([_read(file) for file in files])
@@ -139,7 +138,7 @@ def merge(
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:
-        show(summary_view(document, paths))
+        show_summary(document, paths)
     if code := EXIT[document["summary"]["verdict"]]:
         raise typer.Exit(code)
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from flashdispatch.cli.output import show
 from flashdispatch_conformance.cli.options import DeviceName, Dtype, Pattern, Plugin, TierName, dtypes_of
 from flashdispatch_conformance.extra import needs
 from flashdispatch_registry.render import STYLES
@@ -147,9 +146,9 @@ def run(
         documents.append(document)
         paths = write(document, output)
         if not as_json:
-            from flashdispatch_conformance.cli.summary_view import summary_view
+            from flashdispatch_conformance.cli.summary_view import show_summary
 
-            show(summary_view(document, paths))
+            show_summary(document, paths)
         if interrupted:
             codes = [INTERRUPTED]
             typer.echo("interrupted; go on with the same command and --resume", err=True)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flashdispatch.cli.output import show
 from flashdispatch_conformance.document import number
 from flashdispatch_conformance.pages import replay_line
 from flashdispatch_conformance.result import NotRun
@@ -26,21 +28,34 @@ NAMED = 12
 """Checks that were not run, and are named one by one."""
 
 
-def summary_view(document: dict[str, Any], paths: Sequence[Path]) -> RenderableType:
-    """The summary of a report that lies in `paths`."""
-    facts = [
-        Fact("backend", f"{document['backend']['name']} on {document['device']['arch']}, {document['device']['name']}"),
+def show_summary(document: dict[str, Any], paths: Sequence[Path]) -> None:
+    """Prints the summary of a report that lies in `paths`; the verdict comes last, where a terminal leaves the eye."""
+    summary, device = document["summary"], document["device"]
+    head = [
+        Fact("backend", f"{document['backend']['name']} on {device['arch']}, {device['name']}"),
         *_counts(document),
         *_not_run(document),
     ]
-    verdict, reasons = document["summary"]["verdict"], document["summary"]["reasons"]
-    end = [Fact("verdict", verdict, TONES[verdict]), *(Fact("", reason) for reason in reasons)]
+    show(Group(facts_view(head), Text(), _worst(document)))
+    bad = [entry for entry in document["cases"] if entry["outcome"] in BAD]
+    for entry in bad[:SHOWN]:
+        typer.echo(f"{entry['outcome'].replace('_', ' ')}: {entry['id']}: {_gist(entry)}")
+        typer.echo(f"  {replay_line(entry, document)}")  # as one line, which can be copied
+    if len(bad) > SHOWN:
+        typer.echo(f"and {len(bad) - SHOWN} more, in the report")
+    if bad:
+        typer.echo()
+    end = [Fact("verdict", summary["verdict"], TONES[summary["verdict"]])]
+    end += [Fact("", reason) for reason in summary["reasons"]]
     end += [Fact("report" if at == 0 else "", str(path)) for at, path in enumerate(paths)]
-    failures = list(_failures(document))
-    parts: list[RenderableType] = [facts_view(facts), Text(), _worst(document)]
-    if failures:
-        parts += [facts_view(failures), Text()]
-    return Group(*parts, facts_view(end))
+    show(facts_view(end))
+
+
+def _gist(entry: dict[str, Any]) -> str:
+    """One line of what a unit said: of a traceback the last one, which says what was raised."""
+    first: str = entry.get("messages", [""])[0]
+    lines = [line for line in first.splitlines() if line.strip()] or [""]
+    return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
 
 def _counts(document: dict[str, Any]) -> Iterator[Fact]:
@@ -72,17 +87,3 @@ def _worst(document: dict[str, Any]) -> Table:
         table.add_row(line["dtype"], line["tensor"], *values, line["unit"].removesuffix(f"-{line['dtype']}"))
     table.add_row("gates", "", *(str(gates[name]) for name in numbers), "", style="dim")
     return table
-
-
-def _failures(document: dict[str, Any]) -> Iterator[Fact]:
-    """Each failure with the line that runs it again."""
-    bad = [entry for entry in document["cases"] if entry["outcome"] in BAD]
-    for entry in bad[:SHOWN]:
-        said = [line for line in entry.get("messages", [""])[0].strip().splitlines() if line.strip()]
-        yield Fact(entry["outcome"].replace("_", " "), f"{entry['id']}: {said[-1] if said else ''}", "bad")
-        own = [
-            message for message in entry.get("messages", ()) if message.startswith("flashdispatch conformance replay")
-        ]
-        yield Fact("", own[0] if own else replay_line(entry["id"], document))
-    if len(bad) > SHOWN:
-        yield Fact("", f"and {len(bad) - SHOWN} more, in the report")
