@@ -45,8 +45,8 @@ from flashdispatch_registry.support import HeadDims, Support
 
 SUPPORT = Support(
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-    head_dims=HeadDims(maximum=256),
-    head_dims_v=HeadDims(maximum=256),
+    head_dims=HeadDims(),
+    head_dims_v=HeadDims(),
     devices=frozenset({"cpu"}),
     causal=frozenset({"bottom_right", "top_left"}),
     window=True,

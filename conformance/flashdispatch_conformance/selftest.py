@@ -7,14 +7,11 @@ else flags, is a failure of the suite. It needs no GPU.
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import torch
 
@@ -24,8 +21,9 @@ from flashdispatch_conformance.case_check import check_case
 from flashdispatch_conformance.catalogue import BY_ID
 from flashdispatch_conformance.check import ALL_DTYPES, BF16, F32, Check, Unit
 from flashdispatch_conformance.emulation import Emulation, LargeTiles, NarrowTiles, spec
-from flashdispatch_conformance.mutants import MUTANTS, ONLY_ON_GPU, Mutant
+from flashdispatch_conformance.mutants import MUTANTS, Mutant
 from flashdispatch_conformance.result import Result
+from flashdispatch_conformance.selftest_report import HonestResult, MutantResult, SelftestReport
 from flashdispatch_conformance.trial import Target
 
 NAMED: tuple[str, ...] = (
@@ -103,6 +101,8 @@ def findings(result: Result) -> frozenset[str]:
     """
     found = {f"{name.split()[0]}: {failure.gate}" for name, z in result.stats.items() for failure in z.failures}
     broken = [failure.message for z in result.stats.values() for failure in z.failures]
+    if result.outcome == "not_run":
+        return frozenset()
     if result.outcome == "error":
         return frozenset(found | {"raises"})
     for message in result.messages:
@@ -110,145 +110,6 @@ def findings(result: Result) -> frozenset[str]:
             continue
         found.add(next((kind for pattern, kind in KINDS.items() if re.search(pattern, message)), result.check))
     return frozenset(found)
-
-
-def gate_of(finding: str) -> str:
-    """The gate of a finding, whatever tensor broke it: ``"lse: max"`` is ``"max"``."""
-    return finding.rpartition(": ")[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Honest:
-    """An emulation that must be conformant."""
-
-    name: str
-    units: int
-    """How many were run."""
-    broken: tuple[str, ...]
-    """Reports of the units that it did not pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trialled:
-    """What came of one mutant."""
-
-    mutant: Mutant
-    units: int
-    """How many were run: up to the first that has the named finding."""
-    flagged: Mapping[str, tuple[str, ...]]
-    """Findings by unit, of the units that had some."""
-
-    @property
-    def found(self) -> frozenset[str]:
-        """All findings."""
-        return frozenset(finding for each in self.flagged.values() for finding in each)
-
-    @property
-    def outcome(self) -> Literal["killed", "by another gate", "survived"]:
-        """Whether the named finding was made, another one, or none."""
-        if self.mutant.finding in self.found:
-            return "killed"
-        return "by another gate" if self.flagged else "survived"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateCount:
-    """What a gate is worth."""
-
-    gate: str
-    named: int
-    """Mutants that name it and that it killed."""
-    kills: int
-    """Mutants that it flagged at all, on the units that were run."""
-    alone: tuple[str, ...]
-    """Those among them that no other gate flagged there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelftestReport:
-    """The suite's own test."""
-
-    honest: tuple[Honest, ...]
-    mutants: tuple[Trialled, ...]
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """Everything honest passed, and every mutant was flagged by its named finding."""
-        honest = bool(self.honest) and not any(each.broken for each in self.honest)
-        return honest and bool(self.mutants) and all(each.outcome == "killed" for each in self.mutants)
-
-    def gates(self) -> tuple[GateCount, ...]:
-        """What each gate has killed, the strongest first."""
-        by_mutant = {each.mutant.name: {gate_of(finding) for finding in each.found} for each in self.mutants}
-        named = [gate_of(each.mutant.finding) for each in self.mutants if each.outcome == "killed"]
-        counts = [
-            GateCount(
-                gate=gate,
-                named=named.count(gate),
-                kills=sum(gate in gates for gates in by_mutant.values()),
-                alone=tuple(name for name, gates in by_mutant.items() if gates == {gate}),
-            )
-            for gate in sorted({gate for gates in by_mutant.values() for gate in gates})
-        ]
-        return tuple(sorted(counts, key=lambda count: -count.kills))
-
-    def table(self) -> str:
-        """The report as text for a terminal or a log, 120 columns wide."""
-        from rich.console import Console  # loaded where a table is asked for
-        from rich.table import Table
-
-        honest = Table("emulation", "units", "not passed", title="Honest: must pass", title_justify="left")
-        for fair in self.honest:
-            honest.add_row(fair.name, str(fair.units), str(len(fair.broken)))
-        mutants = Table("mutant", "by", "on", "outcome", title="Mutants: must be flagged", title_justify="left")
-        for each in self.mutants:
-            unit = next((unit for unit, found in each.flagged.items() if each.mutant.finding in found), "")
-            mutants.add_row(each.mutant.name, each.mutant.finding, unit, each.outcome)
-        for missing in ONLY_ON_GPU:
-            mutants.add_row(missing.name, "", "", "not run")
-        gates = Table("gate", "named by", "kills", "kills alone", title="Gates", title_justify="left")
-        for count in self.gates():
-            gates.add_row(count.gate, str(count.named), str(count.kills), ", ".join(count.alone) or "none")
-        console = Console(file=io.StringIO(), width=120, record=True)
-        console.print(honest, mutants, gates, sep="\n", end="")
-        return "\n".join((console.export_text(), *self._notes()))
-
-    def _notes(self) -> Iterator[str]:
-        """What the table has no room for, and the verdict."""
-        for fair in self.honest:
-            yield from fair.broken
-        for each in self.mutants:
-            if each.outcome != "killed":
-                seen = ", ".join(sorted(each.found)) or f"nothing on {each.units} units"
-                yield f"{each.mutant.name} must be flagged by {each.mutant.finding!r} but was by: {seen}"
-        for missing in ONLY_ON_GPU:
-            yield f"{missing.name} is not run: {missing.reason}"
-        yield f"self-test {'ok' if self.ok else 'FAILED'}: {len(self.mutants)} mutants in {self.seconds:.0f} s"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "ok": self.ok,
-            "seconds": self.seconds,
-            "honest": [{"name": fair.name, "units": fair.units, "broken": list(fair.broken)} for fair in self.honest],
-            "mutants": [
-                {
-                    "name": each.mutant.name,
-                    "fault": each.mutant.fault,
-                    "named": each.mutant.finding,
-                    "outcome": each.outcome,
-                    "units": each.units,
-                    "flagged": {unit: list(found) for unit, found in each.flagged.items()},
-                }
-                for each in self.mutants
-            ],
-            "not_run": [{"name": each.name, "fault": each.fault, "reason": each.reason} for each in ONLY_ON_GPU],
-            "gates": [
-                {"gate": count.gate, "named": count.named, "kills": count.kills, "alone": list(count.alone)}
-                for count in self.gates()
-            ],
-        }
 
 
 def run_selftest(
@@ -276,27 +137,27 @@ def run_selftest(
             progress(done, total, name)
         done += 1
 
-    fair, trialled = [], []
+    fair, tried = [], []
     with _one_thread():
         for name, backend in honest.items():
             step(name)
             fair.append(_run_honest(name, backend, chosen))
         for mutant in mutants:
             step(mutant.name)
-            trialled.append(_run_mutant(mutant, chosen))
+            tried.append(_run_mutant(mutant, chosen))
     if progress is not None:
         progress(total, total, "")
-    return SelftestReport(honest=tuple(fair), mutants=tuple(trialled), seconds=time.perf_counter() - start)
+    return SelftestReport(honest=tuple(fair), mutants=tuple(tried), seconds=time.perf_counter() - start)
 
 
-def _run_honest(name: str, backend: type[Emulation], on: Iterable[Unit]) -> Honest:
+def _run_honest(name: str, backend: type[Emulation], on: Iterable[Unit]) -> HonestResult:
     with _registered(name, backend):
         results = [_run(unit, name) for unit in on]
     broken = tuple(result.report() for result in results if result.outcome != "pass" or result.refused)
-    return Honest(name=name, units=len(results), broken=broken)
+    return HonestResult(name=name, units=len(results), broken=broken)
 
 
-def _run_mutant(mutant: Mutant, on: Sequence[Unit]) -> Trialled:
+def _run_mutant(mutant: Mutant, on: Sequence[Unit]) -> MutantResult:
     """Runs the mutant until its named finding is made, its first unit first."""
     by_id = {unit.id: unit for unit in on}
     first = by_id.pop(mutant.first)
@@ -311,7 +172,7 @@ def _run_mutant(mutant: Mutant, on: Sequence[Unit]) -> Trialled:
                 flagged[unit.id] = tuple(sorted(found))
             if mutant.finding in found:
                 break
-    return Trialled(mutant=mutant, units=count, flagged=flagged)
+    return MutantResult(mutant=mutant, units=count, flagged=flagged)
 
 
 def _run(unit: Unit, backend: str) -> Result:
