@@ -109,7 +109,7 @@ class Gates:
     """What z must satisfy, per tensor.
 
     `bias` is |mean(z * sign(truth))| less the mean of drift / sigma. It is a mean of independent errors, and gated,
-    from `bias_numel` elements and `bias_rows` different queries on: the error of one row's LSE is in all elements that
+    from `bias_numel` elements and `bias_rows` independent rows on: the error of one row's LSE is in all elements that
     the row contributes to, so that a single query, or many equal ones, shift them all one way.
     """
 
@@ -139,7 +139,7 @@ class Expected:
     drift: Tensor
     """float64, same shape: the error of one sign that truncating accumulation may leave; it widens the bias gate."""
     rows: int
-    """Different queries that see a key, over all batches and heads: how many LSE with errors of their own there are."""
+    """Rows of P that are rounded independently of each other, over all batches and heads (`_independent`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,13 +366,23 @@ def expect(
     noise = {name: _Noise(value) for name, value in tensors.items()}
     rows = 0
     for head in heads(problem, q, k, v, extras, dout, dlse):
-        rows += len(torch.unique(head.Q[head.visible.any(1)], dim=0))
+        rows += _independent(head)
         _add_head(noise, head, problem, unit, backward)
     sigma = _sigmas(noise, tensors, problem, unit, extras, backward)
     return {
         name: Expected(true, sigma[name], each.exact, each.drift + truncation(each.count, true, each.X2), rows)
         for (name, each), true in zip(noise.items(), tensors.values(), strict=True)
     }
+
+
+def _independent(head: Head) -> int:
+    """How many errors of its own a head has: different queries, each with its LSE, or different weights if fewer.
+
+    Equal weights (scale 0, equal keys) are rounded alike, and so their errors add up instead of averaging out.
+    """
+    weights = head.P[head.visible]
+    sample = weights[:: max(1, len(weights) // 4096)]
+    return min(len(torch.unique(head.Q[head.visible.any(1)], dim=0)), len(torch.unique(sample)))
 
 
 def _sigmas(

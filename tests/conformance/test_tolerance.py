@@ -435,3 +435,20 @@ def test_weights_below_the_smallest_number_may_be_flushed() -> None:
     far = replace(BY_ID["named/decode_causal"], scale=30.0)
     failures = [failure for stats in run(far, torch.bfloat16).values() for failure in stats.failures]
     assert not failures
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (replace(BY_ID["named/cross_tall"], heads=(1, 1)), 113),
+        (replace(BY_ID["named/cross_tall"], heads=(1, 1), scale=0.0), 1),
+        (replace(BY_ID["named/window_1_1"], heads=(1, 1), scale=0.0), 2),
+        (replace(BY_ID["named/decode_causal"], heads=(8, 2)), 8),
+        (replace(BY_ID["named/causal_5_2"], heads=(1, 1)), 2),
+    ],
+    ids=["a query a row", "equal weights", "weights of 1/2 and 1/3", "one query a head", "one weight, and two more"],
+)
+def test_rows_with_errors_of_their_own_are_counted(case: Case, rows: int) -> None:
+    inputs = build(case, torch.bfloat16, "cpu", "cpu")
+    got = {expected.rows for expected in expect(inputs.problem, *inputs.canonical()).values()}
+    assert got == {rows}
