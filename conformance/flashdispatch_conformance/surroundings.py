@@ -81,7 +81,7 @@ def _differs_from_record() -> bool | None:
     if not mine:
         return None
     return not all(
-        _as_recorded(Path(str(file.locate())), file.hash.mode, file.hash.value) for file in mine if file.hash
+        _as_recorded(PACKAGE.parent / file, file.hash.mode, file.hash.value) for file in mine if file.hash
     )
 
 

@@ -78,8 +78,9 @@ def select(
         fallback = _fallback(problem, chosen)
     if chosen is not None and forced is not None:
         notes += tuple(f"known issue with {chosen.name}: {i.reason} ({i.url})" for i in _hits(problem, chosen, issues))
-        if chosen.arch_state == "nonconformant":
-            notes += (f"{chosen.name} is nonconformant on {problem.arch}, by {chosen.report}",)
+    said = None if chosen is None else _said(chosen.name, problem.arch, verdicts)
+    if chosen is not None and said is not None and said.word == "nonconformant":
+        notes += (f"{chosen.name} is nonconformant on {problem.arch}, by {said.file}",)
     plan = Plan(
         problem=problem,
         chosen=chosen.name if chosen else None,
@@ -161,17 +162,18 @@ def _candidate(problem: Problem, entry: Entry, disabled: frozenset[str], verdict
         reasons += declared_reasons(spec.support, problem)
         reasons += _own_reasons(spec, problem)
     said = _said(entry.name, problem.arch, verdicts)
+    state: ArchState = "unknown" if spec is None else _arch_state(spec, problem.arch, said)
     return Candidate(
         name=entry.name,
         distribution=entry.distribution,
         version=entry.version,
         reasons=tuple(reasons),
-        arch_state="unknown" if spec is None else _arch_state(spec, problem.arch, said),
+        arch_state=state,
         priority=0 if spec is None else spec.priority_on(problem.arch),
         memory=None if spec is None else spec.memory,
         fused=None if spec is None else spec.fused,
         numerics=None if spec is None else spec.numerics,
-        report="" if said is None else str(said.file),
+        report="" if said is None or (state == "portable" and said.word != "conformant") else str(said.file),
     )
 
 
@@ -249,10 +251,10 @@ def _said(name: str, arch: str, verdicts: Sequence[Verdict]) -> Verdict | None:
 
 
 def _arch_state(spec: BackendSpec, arch: str, said: Verdict | None) -> ArchState:
+    if spec.portable:  # the floor: without it there would be nothing to fall back on
+        return "portable"
     if said is not None and said.word == "nonconformant":
         return "nonconformant"
-    if spec.portable:
-        return "portable"
     if spec.support.impossible_on(arch) is not None:
         return "impossible"
     return "untested" if said is None else "tested"
