@@ -53,6 +53,18 @@ NAMED: tuple[Case, ...] = (
         dims=(16, 16),
         causal=True,
     ),
+    Case(
+        id="named/keys_8192",
+        why="sums over keys so long that a 16-bit accumulator of O or dQ shows",
+        heads=(1, 1),
+        seqlens=(8, 8192),
+    ),
+    Case(
+        id="named/queries_8192",
+        why="sums over queries so long that a 16-bit accumulator of dK or dV shows",
+        heads=(1, 1),
+        seqlens=(8192, 8),
+    ),
     # Sq and Sk differ
     Case(id="named/cross_wide", why="Sq < Sk without a mask", seqlens=(45, 113)),
     Case(id="named/cross_tall", why="Sq > Sk without a mask", seqlens=(113, 45), values="shifted_v"),

@@ -11,15 +11,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 import flashdispatch
-from flashdispatch_conformance.case import Case
-from flashdispatch_conformance.case_check import check_case
 from flashdispatch_conformance.catalogue import BY_ID
-from flashdispatch_conformance.check import ALL_DTYPES, BF16, F32, Check, Unit
+from flashdispatch_conformance.check import ALL_DTYPES, BF16, F32, Unit
 from flashdispatch_conformance.emulation import Emulation, LargeTiles, NarrowTiles, spec
 from flashdispatch_conformance.mutants import MUTANTS, Mutant
 from flashdispatch_conformance.result import Result
@@ -46,21 +43,8 @@ OTHERS: tuple[str, ...] = (
 )  # fmt: skip
 """Probes, properties and conditions that are run in bfloat16, by id."""
 
-LONG: tuple[Case, ...] = (
-    Case(
-        id="selftest/keys_8192",
-        why="a sum over keys so long that a low-precision accumulator shows",
-        heads=(1, 1),
-        seqlens=(8, 8192),
-    ),
-    Case(
-        id="selftest/queries_8192",
-        why="sums over queries so long that a low-precision accumulator of dK and dV shows",
-        heads=(1, 1),
-        seqlens=(8192, 8),
-    ),
-)
-"""Cases of the self-test alone, run in bfloat16 and float32."""
+LONG: tuple[str, ...] = ("named/keys_8192", "named/queries_8192")
+"""Cases that take long on a CPU and are run in bfloat16 and float32, by id."""
 
 HONEST: Mapping[str, type[Emulation]] = {
     "fa2_emulation": Emulation,
@@ -85,12 +69,8 @@ KINDS: Mapping[str, str] = {
 
 def units() -> tuple[Unit, ...]:
     """What everything is run on."""
-    long = tuple(Check(id=case.id, why=case.why, run=partial(check_case, case)) for case in LONG)
-    return (
-        *(Unit(BY_ID[name], dtype) for name in NAMED for dtype in ALL_DTYPES),
-        *(Unit(check, dtype) for check in long for dtype in (BF16, F32)),
-        *(Unit(BY_ID[name], BF16) for name in OTHERS),
-    )
+    chosen = ((NAMED, ALL_DTYPES), (LONG, (BF16, F32)), (OTHERS, (BF16,)))
+    return tuple(Unit(BY_ID[name], dtype) for names, dtypes in chosen for name in names for dtype in dtypes)
 
 
 def findings(result: Result) -> frozenset[str]:

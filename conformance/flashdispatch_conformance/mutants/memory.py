@@ -181,7 +181,7 @@ class StridesOfOutputGradientIgnored(Emulation):
         return super().backward(problem, saved, _as_if_contiguous(dout), dlse, needs)
 
 
-@MEMORY.add("lse: max", "selftest/keys_8192-bfloat16")
+@MEMORY.add("lse: max", "named/keys_8192-bfloat16")
 class IndexWraps(Emulation):
     """Offsets in too few bits, here 2^17 elements in place of 2^31: keys behind that come from the beginning."""
 

@@ -58,7 +58,7 @@ class WeightsTruncated(Emulation):
         return _toward_zero(P, call.problem.dtype).float()
 
 
-@PRECISION.add("out: rms", "named/length_65-float16")
+@PRECISION.add("dv: rms", "named/scale_one-float16")
 class WeightsInBfloat16(Emulation):
     """P is rounded to bfloat16 whatever the storage dtype."""
 
@@ -66,21 +66,17 @@ class WeightsInBfloat16(Emulation):
         return P.bfloat16().float()
 
 
-@PRECISION.add("out: rms", "selftest/keys_8192-bfloat16")
+@PRECISION.add("out: rms", "named/keys_8192-bfloat16")
 class AccumulatorInStorageDtype(Emulation):
     """The sum over tiles of keys is kept in the storage dtype: it takes length to see it."""
-
-    block_n = 96
 
     def add(self, total: Tensor, part: Tensor) -> Tensor:
         return (total + part).bfloat16().float()
 
 
-@PRECISION.add("dv: rms", "selftest/queries_8192-bfloat16")
+@PRECISION.add("dv: rms", "named/queries_8192-bfloat16")
 class GradientAddedInStorageDtype(Emulation):
     """Gradients of keys and values are added up by 16-bit atomics."""
-
-    block_m = 96
 
     def add(self, total: Tensor, part: Tensor) -> Tensor:
         return (total + part).bfloat16().float()
@@ -118,7 +114,7 @@ class Float32OperandsInTf32(Emulation):
         return _mantissa_of_10_bits(a) @ _mantissa_of_10_bits(b)
 
 
-@PRECISION.add("out: max", "selftest/keys_8192-float32")
+@PRECISION.add("out: max", "named/keys_8192-float32")
 class Float32AccumulatorInBfloat16(Emulation):
     """In float32 too, the sum over tiles is kept in bfloat16."""
 

@@ -29,7 +29,7 @@ class LastKeyDropped(Emulation):
         return [slice(tile.start, min(tile.stop, k.shape[1] - 1)) for tile in super().key_tiles(k)]
 
 
-@SOFTMAX.add("lse: max", "selftest/keys_8192-bfloat16")
+@SOFTMAX.add("lse: max", "named/keys_8192-bfloat16")
 class OneKeyOfThousandsDropped(Emulation):
     """One key is lost at the seam of two halves of a long row: far below what the output can show."""
 
