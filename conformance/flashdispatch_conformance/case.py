@@ -16,7 +16,7 @@ from flashdispatch_registry.problem import DTYPES
 
 Values = Literal[
     "normal", "shifted_v", "peaked", "logits_minus_120", "all_equal", "zeros", "outliers",
-    "needle", "subnormal", "huge", "ones", "uniform",
+    "needle", "subnormal", "huge", "ones", "v_ones", "uniform",
 ]  # fmt: skip
 """Value families.
 
@@ -33,6 +33,7 @@ needle            one key of each KV head has score 30, the others about 0: it a
 subnormal         q near 2^-16, k near 2^12; V near 2^-18 and 2^-128 in turns: subnormal in float16, and in the others
 huge              scores near 1e5, of both signs: the weights are 0 and 1
 ones              q, k and v are 1
+v_ones            q and k are 0, v is 1
 uniform           q, k and v uniform in 0..1
 """
 

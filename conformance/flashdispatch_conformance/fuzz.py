@@ -27,7 +27,7 @@ EDGES = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0, 255, 256
 """Lengths at which tiles begin and end, the simple ones first: that is where shrinking goes."""
 DIMS = (64, 16, 32, 128, 8, 40, 72, 80, 96, 63, 192, 256)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 3), (8, 1))
-VALUES = tuple(word for word in get_args(Values) if word not in ("huge", "ones"))
+VALUES = tuple(word for word in get_args(Values) if word not in ("huge", "ones", "v_ones"))
 VIEWS = tuple(word for word in get_args(View) if word != "expanded_all")
 """Neither has one number for all of V: then all errors are one error, and its z alone would be the RMS of the tensor.
 And next to scores near 1e5 the LSE, one float32, has no digits for a backward."""

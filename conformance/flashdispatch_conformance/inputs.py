@@ -303,6 +303,8 @@ def _draw(case: Case, scale: float, generator: torch.Generator) -> dict[str, Ten
             q, k = (math.sqrt(1e5 / (abs(scale) * math.sqrt(head_dim))) * x for x in (q, k))
         case "ones":
             q, k, v = (torch.ones_like(x) for x in (q, k, v))
+        case "v_ones":
+            q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.ones_like(v)
         case "uniform":
             q, k, v = (torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in (q, k, v))
     return {"q": q, "k": k, "v": v, "dout": dout}

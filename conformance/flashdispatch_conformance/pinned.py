@@ -330,12 +330,12 @@ PINNED: tuple[Case, ...] = (
     ),
     Case(
         id="pinned/B46_ones",
-        why="facebookresearch/xformers#719: the same with ones: the output is 1",
+        why="facebookresearch/xformers#719: the same with a V of ones: the output is 1",
         dtypes=FP32,
         heads=(1, 1),
         seqlens=(64, 33728),
         dims=(512, 512),
-        values="ones",
+        values="v_ones",
         grads=(),
     ),
     Case(

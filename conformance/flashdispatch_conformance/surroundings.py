@@ -80,9 +80,7 @@ def _differs_from_record() -> bool | None:
     mine = [file for file in files if file.parts[0] == PACKAGE.name and file.hash is not None]
     if not mine:
         return None
-    return not all(
-        _as_recorded(PACKAGE.parent / file, file.hash.mode, file.hash.value) for file in mine if file.hash
-    )
+    return not all(_as_recorded(PACKAGE.parent / file, file.hash.mode, file.hash.value) for file in mine if file.hash)
 
 
 def _as_recorded(path: Path, algorithm: str, value: str) -> bool:
