@@ -135,7 +135,7 @@ def run(
             settings=settings,
             selection=selection,
             folder=output,
-            command=("flashdispatch", *sys.argv[1:]),
+            command=("flashdispatch", *map(_without_folders, sys.argv[1:])),
             waivers=waived,
             fuzz_minutes=fuzz_minutes,
         )
@@ -238,3 +238,8 @@ def _waivers(path: Path | None) -> Waivers:
         return waivers.read(path)
     except OSError as error:
         raise typer.BadParameter(f"{path} can't be read: {error.strerror or error}", param_hint="--waivers") from error
+
+
+def _without_folders(argument: str) -> str:
+    """Of an absolute path its last part: a report is for others, and the folders of whoever made it are not."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
