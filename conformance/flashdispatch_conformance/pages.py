@@ -188,9 +188,25 @@ def replay_line(entry: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     if said:
         return str(said[-1])
     quoted = "'" + entry["id"].replace("'", "'\"'\"'") + "'"
-    seed = document["suite"]["seed"]
-    line = f"flashdispatch conformance replay {quoted} --backend {document['backend']['name']}"
-    return f"{line} --seed {seed}" if seed else line
+    parts = ["flashdispatch conformance replay", quoted, "--backend", document["backend"]["name"]]
+    for plugin in _plugins(document["run"]["command"]):
+        parts += ["--plugin", plugin]
+    if document["device"]["type"] == "cpu":  # where there is a GPU, it would be taken
+        parts += ["--device", "cpu"]
+    if seed := document["suite"]["seed"]:
+        parts += ["--seed", str(seed)]
+    return " ".join(parts)
+
+
+def _plugins(command: Sequence[str]) -> Iterator[str]:
+    """The modules that a run was told to import, on the command line of the suite or of pytest."""
+    names = ("--plugin", "--fd-plugin")
+    for at, argument in enumerate(command):
+        name, equals, value = argument.partition("=")
+        if name in names and equals:
+            yield value
+        elif name in names and at + 1 < len(command):
+            yield command[at + 1]
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashdispatch_conformance import report
-from flashdispatch_conformance.pages import duration, html, markdown, page_of
+from flashdispatch_conformance.pages import duration, html, markdown, page_of, replay_line
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.summary import DTYPES
 from flashdispatch_conformance.tolerance import Stats
@@ -74,11 +74,26 @@ def test_the_page_is_one_well_formed_document_that_needs_nothing_else(bad: Docum
         assert "prefers-color-scheme: dark" in html(document)
 
 
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (["flashdispatch", "conformance", "run", "--plugin", "a.b", "--plugin=c"], " --plugin a.b --plugin c"),
+        (["pytest", "--fd-plugin", "a.b"], " --plugin a.b"),
+        (["flashdispatch", "conformance", "run"], ""),
+    ],
+)
+def test_a_replay_line_names_the_plugins_and_the_cpu(bad: Document, command: list[str], more: str) -> None:
+    document = bad | {"run": bad["run"] | {"command": command}}
+    entry = next(entry for entry in document["cases"] if entry["outcome"] == "fail")
+    said = f"flashdispatch conformance replay '{entry['id']}' --backend declared_only{more} --device cpu --seed 5"
+    assert replay_line(entry, document) == said
+
+
 @pytest.mark.parametrize("form", [markdown, html])
 def test_failing_units_are_there_with_what_they_said_and_their_replay_line(form: Any, bad: Document) -> None:
     text = form(bad) if form is markdown else Outline(html(bad)).text
     for entry in bad["cases"][:2]:
-        assert f"flashdispatch conformance replay '{entry['id']}' --backend declared_only --seed 5" in text
+        assert f"flashdispatch conformance replay '{entry['id']}' --backend declared_only --device cpu --seed 5" in text
         for message in entry["messages"]:
             assert message in text
     assert f"replay '{bad['cases'][4]['id']}'" not in text
@@ -159,7 +174,7 @@ def test_what_a_backend_says_is_no_markup(bad: Document) -> None:
 def test_a_quote_in_an_id_stays_inside_the_argument(reported: Any) -> None:
     odd = reported.failed(reported.passed("fuzz/it's", "float16"))
     text = markdown(report.make(reported.run(), [*reported.all_passed(), odd]))
-    assert """replay 'fuzz/it'"'"'s-float16' --backend declared_only\n""" in text
+    assert """replay 'fuzz/it'"'"'s-float16' --backend declared_only --device cpu\n""" in text
 
 
 def test_waived_units_are_apart_from_failing_ones(reported: Any) -> None:
