@@ -7,7 +7,6 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/flashdispatch demo
 
-# A process for each core, each with one thread; a file's tests stay together, for the fixtures that they share.
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
