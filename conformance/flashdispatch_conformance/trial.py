@@ -8,6 +8,7 @@ anything is launched.
 
 from __future__ import annotations
 
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,10 +220,27 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
 
 
+def ends_the_run(error: BaseException, backend: str) -> bool:
+    """Whether `error` is no unit's: the operator's Ctrl-C, or that `backend` is not registered.
+
+    Where the signal is ignored, as in the child processes, KeyboardInterrupt is not the operator's.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    unknown = isinstance(error, flashdispatch.UnknownBackendError)
+    return unknown and all(status.name != backend for status in flashdispatch.backends())
+
+
+def raised(error: BaseException) -> str:
+    """``TypeName: message``, of a long message the first line. It goes before the traceback, which has all of it."""
+    lines = str(traceback.TracebackException.from_exception(error)).strip().splitlines()  # str(error) itself may raise
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Result:
     """Runs `body` on a Trial of `target` and says what came of it; an exception becomes an outcome.
 
-    Raises UnknownBackendError when there is no such backend.
+    Raises UnknownBackendError when there is no such backend, KeyboardInterrupt when the operator ends the run.
     """
     start = time.perf_counter()
     cuda = target.device.type == "cuda"
@@ -242,8 +260,6 @@ def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Resu
         body(trial)
         if cuda:
             torch.cuda.synchronize(target.device)
-    except flashdispatch.UnknownBackendError:
-        raise
     except flashdispatch.DisabledBackendError as error:
         return result("not_run", [str(error)], NotRun.NOT_INSTALLED)
     except flashdispatch.BackendUnsupportedError as error:  # refused after explain said yes: its code failed to load
@@ -257,8 +273,10 @@ def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Resu
         return result("not_run", [str(error)], error.why)
     except torch.OutOfMemoryError as error:
         return result("not_run", [f"no memory: {error}"], NotRun.NO_MEMORY)
-    except Exception:  # noqa: BLE001  whatever a backend raises is a finding, and the next check must run
-        return result("error", [*trial.messages, traceback.format_exc()])
+    except BaseException as error:  # whatever a backend raises is a finding, and the next check must run
+        if ends_the_run(error, target.backend):
+            raise
+        return result("error", [raised(error), *trial.messages, traceback.format_exc()])
     if trial.messages:
         return result("fail", trial.messages)
     return result("pass" if trial.ran else "unsupported", [])

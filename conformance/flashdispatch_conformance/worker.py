@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,8 +21,7 @@ import torch
 from flashdispatch_conformance import catalogue, stage
 from flashdispatch_conformance.check import Check, Unit
 from flashdispatch_conformance.result import Result
-from flashdispatch_conformance.trial import Target
-from flashdispatch_registry.errors import UnknownBackendError
+from flashdispatch_conformance.trial import Target, ends_the_run, raised
 from flashdispatch_registry.problem import DTYPE_NAMES
 
 LOST_DEVICE = 113
@@ -54,7 +54,11 @@ _lost = ""
 
 
 def start(plugins: Sequence[str]) -> None:
-    """Makes a process ready for units: one thread, and the modules that register backends."""
+    """Makes a process ready for units: one thread, and the modules that register backends.
+
+    The operator's Ctrl-C is the parent's, which ends its children.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # stdout is the parent's answer; what an import prints is none
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -90,14 +94,14 @@ def run(task: Task) -> Result:
 def run_unit(unit: Unit, target: Target) -> Result:
     """The unit's result; an exception that its check lets through is an error like any other.
 
-    Raises UnknownBackendError when there is no such backend.
+    Raises UnknownBackendError when there is no such backend, KeyboardInterrupt when the operator ends the run.
     """
     try:
         return unit.check.run(target)
-    except UnknownBackendError:
-        raise
-    except (Exception, SystemExit):  # noqa: BLE001  the other units must run
-        return failed(unit, target.backend, traceback.format_exc())
+    except BaseException as error:  # the other units must run
+        if ends_the_run(error, target.backend):
+            raise
+        return failed(unit, target.backend, raised(error), traceback.format_exc())
 
 
 def failed(unit: Unit, backend: str, *messages: str, seconds: float = 0.0) -> Result:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,17 @@ import flashdispatch
 from flashdispatch_backends import torch_reference
 from flashdispatch_registry import BackendSpec
 
+class Panic(BaseException):
+    "No Exception, as a panic of Rust is none."
+
+RAISED = {
+    192: SystemExit(),
+    45: Panic("index out of bounds\\nand more"),
+    113: KeyboardInterrupt("by itself"),
+    704: GeneratorExit("by itself"),
+    101: flashdispatch.UnknownBackendError("of another library"),
+}
+
 class Chaos:
     def prepare(self, problem):
         pass
@@ -40,8 +52,8 @@ class Chaos:
             time.sleep(1000)
         if problem.seqlen_q == 65:
             raise ZeroDivisionError("an honest exception")
-        if problem.seqlen_q == 192:
-            raise SystemExit
+        if problem.seqlen_q in RAISED:
+            raise RAISED[problem.seqlen_q]
         return torch_reference.forward(problem, *tensors)
 
     backward = staticmethod(torch_reference.backward)
@@ -55,6 +67,16 @@ SEGFAULT, HANG, RAISE, LEAVE, EXIT, RIGHT = (
     f"named/{name}-bfloat16"
     for name in ("length_63", "length_64", "length_65", "length_192_d16", "length_137", "length_1")
 )
+
+RAISED = {
+    RAISE: "ZeroDivisionError: an honest exception",
+    LEAVE: "SystemExit",
+    "named/cross_wide-bfloat16": "Panic: index out of bounds",
+    "named/cross_tall-bfloat16": "KeyboardInterrupt: by itself",
+    "named/length_704_minus_120-bfloat16": "GeneratorExit: by itself",
+    "named/causal_tall-bfloat16": "UnknownBackendError: of another library",
+}
+"""What a backend raises -> the first line of what its unit says."""
 
 
 def units(*ids: str) -> tuple[Unit, ...]:
@@ -74,13 +96,13 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 @pytest.fixture(scope="module")
 def results(chaos: Settings) -> dict[str, Result]:
     """Of one run that has everything in it, and a unit that the catalogue has not."""
-    everything = units(SEGFAULT, HANG, RAISE, LEAVE, EXIT, RIGHT, "named/length_1-float16", "named/gqa_8_2-bfloat16")
+    everything = units(SEGFAULT, HANG, *RAISED, EXIT, RIGHT, "named/length_1-float16", "named/gqa_8_2-bfloat16")
     alone = replace(everything[-1].check, alone=True)
     return {result.id: result for result in runner.run([*everything, Unit(alone, torch.float16)], chaos)}
 
 
 def test_every_unit_has_one_result(results: dict[str, Result]) -> None:
-    assert len(results) == 9
+    assert len(results) == 13
 
 
 def test_units_beside_a_crash_pass(results: dict[str, Result]) -> None:
@@ -111,11 +133,14 @@ def test_a_hang_is_ended_by_the_watchdog_and_says_where_it_hung(results: dict[st
     assert result.run_s == 10.0
 
 
-@pytest.mark.parametrize(("unit", "said"), [(RAISE, "an honest exception"), (LEAVE, "SystemExit")])
-def test_an_exception_is_an_error_with_its_traceback(results: dict[str, Result], unit: str, said: str) -> None:
-    assert results[unit].outcome == "error"
-    assert said in results[unit].report()
-    assert "Traceback" in results[unit].report()
+@pytest.mark.parametrize(("unit", "said"), RAISED.items())
+def test_whatever_is_raised_is_an_error_that_says_so_before_its_traceback(
+    results: dict[str, Result], unit: str, said: str
+) -> None:
+    result = results[unit]
+    assert (result.outcome, result.messages[0]) == ("error", said)
+    assert result.messages[-1].startswith("Traceback")
+    assert said in result.messages[-1]
 
 
 def test_a_unit_that_asks_for_it_runs_after_all_others(results: dict[str, Result]) -> None:
@@ -171,8 +196,16 @@ def test_without_isolation_everything_runs_here(monkeypatch: pytest.MonkeyPatch)
     settings = Settings(backend="torch_reference", device=CPU, isolated=False)
     (result,) = runner.run([unit], settings, watch=seen.extend)
     assert seen == ["here/only-float32", "here"]
-    assert result.outcome == "error"
-    assert "ZeroDivisionError" in result.report()
+    assert (result.outcome, result.messages[0]) == ("error", "ZeroDivisionError")
+
+
+def test_without_isolation_the_operator_can_end_the_run() -> None:
+    def run(target: object) -> Result:
+        raise KeyboardInterrupt
+
+    unit = Unit(Check(id="here/only", why="", run=run), torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.run([unit], Settings(backend="torch_reference", device=CPU, isolated=False)))
 
 
 def test_of_a_unit_with_many_cases_the_last_one_is_told(tmp_path: Path) -> None:
@@ -230,7 +263,7 @@ def some() -> tuple[Result, ...]:
     stats = Stats(
         rms=0.5, max=2.0, numel=8, worst_index=(0, 1), histogram=(1, 2), failures=(Failure("max", "dq: max"),)
     )
-    given = {"backend": "mine", "dtype": "float16"}
+    given: dict[str, Any] = {"backend": "mine", "dtype": "float16"}
     return (
         Result(check="named/a", outcome="fail", messages=("dq: max",), stats={"dq": stats}, compile_s=1.5, **given),
         Result(check="named/b", outcome="unsupported", refused={"lse": ("LSE", "DTYPE")}, **given),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -192,18 +193,49 @@ def test_gradients_may_flicker_within_their_noise_unless_determinism_is_asked_fo
 
 
 class Raises(Fake):
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def forward(self, *_: object) -> Forward:
         raise self.error
 
 
-def test_an_exception_is_an_error_with_its_traceback(register: Register) -> None:
-    result = run(register(Raises(RuntimeError("illegal memory access"))))
-    assert result.outcome == "error"
-    assert "illegal memory access" in result.report()
-    assert "Traceback" in result.report()
+class Panic(BaseException):
+    """No Exception, as a panic of Rust is none."""
+
+
+class UnprintableError(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("illegal memory access\nat 0x0"), "RuntimeError: illegal memory access"),
+        (RuntimeError(), "RuntimeError"),
+        (Panic("index out of bounds"), "Panic: index out of bounds"),
+        (SystemExit(3), "SystemExit: 3"),
+        (flashdispatch.UnknownBackendError("another's"), "UnknownBackendError: another's"),
+        (UnprintableError(), "CanNotBeShown: <exception str() failed>"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_is_raised_is_an_error_that_says_so_before_its_traceback(
+    register: Register, error: BaseException, said: str
+) -> None:
+    result = run(register(Raises(error)))
+    assert (result.outcome, result.messages[0]) == ("error", said)
+    assert result.messages[-1].startswith("Traceback")
+    assert said in result.messages[-1]
+
+
+def test_the_operator_can_end_a_run(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = register(Raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run(name)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)  # as it is in a child process
+    assert run(name).outcome == "error"
 
 
 def test_no_memory_is_no_statement_about_the_backend(register: Register) -> None:

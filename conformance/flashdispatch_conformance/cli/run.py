@@ -193,7 +193,7 @@ def _run(session: Session) -> bool:
                 for result in results:
                     progress.update(task, completed=len(session.results), bad=_bad(session))
                     if result.outcome in BAD:
-                        said = result.messages[0].strip().splitlines()[-1] if result.messages else ""
+                        said = result.messages[0].strip().partition("\n")[0] if result.messages else ""
                         progress.console.print(
                             Text(f"{result.outcome}: {result.id}: {said}", STYLES["bad"]), soft_wrap=True
                         )
