@@ -217,7 +217,7 @@ class UnprintableError(RuntimeError):
         (Panic("index out of bounds"), "Panic: index out of bounds"),
         (SystemExit(3), "SystemExit: 3"),
         (flashdispatch.UnknownBackendError("another's"), "UnknownBackendError: another's"),
-        (UnprintableError(), "CanNotBeShown: <exception str() failed>"),
+        (UnprintableError(), "UnprintableError: <exception str() failed>"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
