@@ -66,10 +66,26 @@ def sealed(document: Mapping[str, Any]) -> Document:
 
 
 def file_name(document: Mapping[str, Any]) -> str:
-    """``<backend>-<arch>-<tier>.json``, as the registry looks for it; a shard's has its number before the suffix."""
-    parts = [document["backend"]["name"], document["device"]["arch"], document["suite"]["tier"]]
-    shard = document["run"]["shard"]
-    return "-".join([*parts, *([shard.replace("/", "of")] if shard else [])]) + ".json"
+    """The `stem` of its run, and ``.json``."""
+    run = document["run"]
+    return "{}.json".format(
+        stem(
+            document["backend"]["name"],
+            document["device"]["arch"],
+            document["suite"]["tier"],
+            selected=bool(run["match"] or run["dtypes"]),
+            shard=run["shard"],
+        )
+    )
+
+
+def stem(backend: str, arch: str, tier: str, *, selected: bool, shard: str) -> str:
+    """``<backend>-<arch>-<tier>``, as the registry looks for it, of the files of a run.
+
+    A run of selected checks or dtypes, and a shard ``"2/4"``, add to it: they never replace the report on all.
+    """
+    parts = [backend, arch, tier, *(["selected"] if selected else []), *([shard.replace("/", "of")] if shard else [])]
+    return "-".join(parts)
 
 
 def write(document: Mapping[str, Any], folder: Path) -> Path:

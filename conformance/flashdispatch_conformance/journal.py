@@ -6,7 +6,8 @@ Its first line says what was run; a journal of anything else is not continued.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,10 @@ from typing import Any, Self
 
 from flashdispatch_conformance.result import NotRun, Result
 from flashdispatch_conformance.tolerance import Failure, Stats
+from flashdispatch_registry.errors import InvalidRequestError
+
+SUFFIX = ".journal.jsonl"
+"""Of its file's name."""
 
 Identity = Mapping[str, Any]
 """What the results of a journal are about, as JSON: backend, source hashes, versions, device, seed, units."""
@@ -42,6 +47,38 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[None]:
+    """Keeps other runs from the journal at `path`, and from the reports beside it.
+
+    Raises InvalidRequestError when another run is at it, in this process or any other.
+    """
+    from filelock import FileLock, Timeout  # it loads asyncio, and only a run needs it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        name = path.name.removesuffix(SUFFIX)
+        raise InvalidRequestError(
+            f"another run of {name} is writing into {path.parent} right now{_progress(path)}.\n"
+            "  wait until it ends, or give this run a folder of its own: -o OTHER"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _progress(path: Path) -> str:
+    """How far the run is that writes it, where that can be read."""
+    try:
+        return f" ({len(read(path)[1])} units so far)"
+    except (OSError, ValueError):  # it has just begun, or is just ending
+        return ""
 
 
 def read(path: Path) -> tuple[dict[str, Any], tuple[Result, ...]]:

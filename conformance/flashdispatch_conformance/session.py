@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -14,7 +14,7 @@ import torch
 
 from flashdispatch_conformance import catalogue, journal, report, runner, surroundings
 from flashdispatch_conformance.check import Tier, Unit
-from flashdispatch_conformance.document import Document
+from flashdispatch_conformance.document import Document, stem
 from flashdispatch_conformance.fuzz_round import is_round, rounds
 from flashdispatch_conformance.journal import Journal
 from flashdispatch_conformance.result import Result
@@ -47,6 +47,11 @@ class Selection:
         return runner.shard(found, *self.shard) if self.shard else found
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether checks or dtypes were chosen; a shard has some of all."""
+        return bool(self.patterns) or self.dtypes is not None
+
+    @property
     def shard_text(self) -> str:
         """``"2/4"``, or empty."""
         return "/".join(map(str, self.shard)) if self.shard else ""
@@ -71,9 +76,16 @@ class Session:
     @property
     def journal_path(self) -> Path:
         """The file that `resume` reads."""
-        shard = f"-{self.selection.shard_text.replace('/', 'of')}" if self.selection.shard else ""
-        name = f"{self.settings.backend}-{arch_of(self.settings.device)}-{self.selection.tier}{shard}.journal.jsonl"
-        return self.folder / name
+        chosen, arch = self.selection, arch_of(self.settings.device)
+        name = stem(self.settings.backend, arch, chosen.tier, selected=chosen.is_filtered, shard=chosen.shard_text)
+        return self.folder / f"{name}{journal.SUFFIX}"
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """A block in which no other run writes the same files: around all that this one does.
+
+        Raises InvalidRequestError when another run is at it.
+        """
+        return journal.claim(self.journal_path)
 
     def resume(self) -> str:
         """Takes over the results of an interrupted run, and says how many, or why there are none to take over."""
@@ -94,7 +106,7 @@ class Session:
         return (*self.selection.units(), *self._rounds())
 
     def run(self, watch: Watch = runner.nobody) -> Generator[Result]:
-        """Runs what has no result yet, writes each to the journal and yields it. The journal goes when all is done."""
+        """Runs what has no result yet, writes each to the journal and yields it."""
         with Journal(self.journal_path, self.identity(), tuple(self.results.values())) as log:
             for units in (self.selection.units(), self._rounds()):
                 missing = [unit for unit in units if unit.id not in self.results]
@@ -103,7 +115,10 @@ class Session:
                         self.results[result.id] = result
                         log.add(result)
                         yield result
-        self.journal_path.unlink()
+
+    def forget(self) -> None:
+        """Removes the journal, once the report of a finished run is written."""
+        self.journal_path.unlink(missing_ok=True)
 
     def document(self) -> Document:
         """The report on what there is by now; units without a result are not run."""

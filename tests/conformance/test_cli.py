@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import flashdispatch
 from flashdispatch.cli import app
-from flashdispatch_conformance import catalogue, extra, runner, surroundings
+from flashdispatch_conformance import catalogue, extra, journal, runner, surroundings
 from flashdispatch_conformance import selftest as selftesting
 from flashdispatch_conformance.check import BF16, Tier, Unit
 from flashdispatch_conformance.cli import listing, replay, reports, run, selftest
@@ -102,7 +102,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AddMine]:
 HERE = ("--backend", "torch_reference", "--device", "cpu", "--in-process")
 
 
-def document(folder: str = "conformance-report", name: str = "torch_reference-cpu-smoke") -> dict[str, Any]:
+def document(folder: str = "conformance-report", name: str = "torch_reference-cpu-smoke-selected") -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(folder, f"{name}.json").read_text())
     assert verify(found) == []
     return found
@@ -148,7 +148,7 @@ def test_a_run_writes_its_report_in_three_forms_and_says_where(command: Command)
     assert ran.code == 4
     assert "verdict partial" in ran.words
     for suffix in ("json", "md", "html"):
-        path = Path("conformance-report", f"torch_reference-cpu-smoke.{suffix}")
+        path = Path("conformance-report", f"torch_reference-cpu-smoke-selected.{suffix}")
         assert path.stat().st_size > 1000
         assert str(path) in ran.out
     found = document()
@@ -203,7 +203,7 @@ def test_a_failure_exits_with_1_and_says_how_to_see_it_again(command: Command, m
 
 def test_what_a_machine_without_a_gpu_can_not_run_is_named(command: Command) -> None:
     ran = command("run", *HERE, "--tier", "full", "-k", "condition/stream", "-k", "condition/graph")
-    found = document(name="torch_reference-cpu-full")
+    found = document(name="torch_reference-cpu-full-selected")
     count = found["summary"]["not_run"]["NO_CUDA"]
     assert count > 0
     assert f"{count} units (condition/" in ran.words
@@ -214,12 +214,14 @@ def test_a_plugin_is_known_to_the_child_processes(command: Command, mine: AddMin
     mine()
     where = ("--backend", "mine", "--plugin", "mine", "--device", "cpu", "--workers", "1")
     assert command("run", *where, "--tier", "smoke", "-k", UNIT).code == 4
-    assert document(name="mine-cpu-smoke")["summary"]["counts"]["pass"] == 1
+    assert document(name="mine-cpu-smoke-selected")["summary"]["counts"]["pass"] == 1
 
 
 def test_the_dtypes_of_a_run_can_be_chosen(command: Command) -> None:
     command("run", *HERE, "--tier", "full", "-k", "named/length_1-", "--dtype", "float16", "--dtype", "bfloat16")
-    passed = [unit["id"] for unit in document(name="torch_reference-cpu-full")["cases"] if unit["outcome"] == "pass"]
+    passed = [
+        unit["id"] for unit in document(name="torch_reference-cpu-full-selected")["cases"] if unit["outcome"] == "pass"
+    ]
     assert passed == ["named/length_1-float16", "named/length_1-bfloat16"]
 
 
@@ -279,7 +281,7 @@ def test_fuzzing_reports_what_it_finds_with_a_line_that_runs_it_again(command: C
     where = ("--backend", "mine", "--plugin", "mine", "--device", "cpu")
     ran = command("run", *where, "--in-process", "--tier", "smoke", "-k", UNIT, "--fuzz-minutes", "0.2")
     assert ran.code == 1
-    found = document(name="mine-cpu-smoke")
+    found = document(name="mine-cpu-smoke-selected")
     assert found["run"]["fuzz"] == {"minutes": 0.2, "rounds": 1, "found": 1}
     (extra,) = [entry for entry in found["cases"] if entry.get("extra")]
     assert (extra["id"], extra["outcome"]) == ("fuzz/0-float16", "fail")
@@ -347,6 +349,46 @@ def test_without_a_journal_everything_is_run(command: Command) -> None:
     assert "nothing to resume" in ran.err
 
 
+@pytest.mark.usefixtures("only_the_minimum")
+@pytest.mark.parametrize("options", [("-k", MINIMUM[0]), ("--dtype", "bfloat16")])
+def test_a_run_of_a_selection_leaves_report_pages_and_journal_of_a_whole_run_alone(
+    command: Command, interrupted: list[list[str]], options: tuple[str, ...]
+) -> None:
+    assert command("run", *HERE).code == 130
+    whole = {path: path.read_bytes() for path in Path("conformance-report").iterdir()}
+    assert {path.suffix for path in whole} >= {".json", ".md", ".html", ".jsonl"}
+    command("run", *HERE, *options)
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert document(name="torch_reference-cpu-full-selected")["summary"]["counts"]["pass"] == len(interrupted[1])
+    assert f"resumed: 2 of {len(MINIMUM)} units" in command("run", *HERE, "--resume").err
+
+
+def test_a_second_run_into_the_same_files_is_refused_and_says_what_to_do(command: Command) -> None:
+    args = ("run", *HERE, "--tier", "smoke", "-k", UNIT)
+    with journal.claim(Path("conformance-report", "torch_reference-cpu-smoke-selected.journal.jsonl")):
+        ran = command(*args)
+        assert (ran.code, ran.out) == (2, "")
+        assert "another run of torch_reference-cpu-smoke-selected is writing into conformance-report" in ran.err
+        assert "-o OTHER" in ran.err
+        assert command(*args, "-o", "other").code == 4
+    assert command(*args).code == 4
+
+
+def test_a_report_that_can_not_be_written_leaves_the_journal(
+    command: Command, interrupted: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    args = ("run", *HERE, "--tier", "smoke", "-k", UNIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            command(*args)
+    assert "resumed: 1 of 1 units" in command(*args, "--resume").err
+    assert sum(map(len, interrupted)) == 1
+
+
 def test_shards_merge_to_the_whole(command: Command) -> None:
     for part in ("1/2", "2/2"):
         assert command("run", *HERE, *FOUR, "--shard", part, "-o", "shards").code == 4
@@ -366,7 +408,7 @@ def test_shards_merge_to_the_whole(command: Command) -> None:
 @pytest.fixture
 def report(command: Command) -> Path:
     command("run", *HERE, "--tier", "smoke", "-k", UNIT, "-o", "here")
-    return Path("here", "torch_reference-cpu-smoke.json")
+    return Path("here", "torch_reference-cpu-smoke-selected.json")
 
 
 def test_a_report_is_verified_shown_and_compared(command: Command, report: Path) -> None:

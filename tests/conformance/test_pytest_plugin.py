@@ -80,8 +80,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_a_right_backend_passes_and_its_report_is_written(run: Run, pytester: pytest.Pytester) -> None:
     ran = run("Right", "-k", "length_1-bfloat16 or d128-bfloat16", "--fd-report", "here")
     ran.assert_outcomes(passed=2, deselected=ran.parseoutcomes()["deselected"])
-    ran.stdout.fnmatch_lines(["*conformance of mine: partial*", "*here/mine-cpu-smoke.html"])
-    document = json.loads((pytester.path / "here" / "mine-cpu-smoke.json").read_text())
+    ran.stdout.fnmatch_lines(["*conformance of mine: partial*", "*here/mine-cpu-smoke-selected.html"])
+    document = json.loads((pytester.path / "here" / "mine-cpu-smoke-selected.json").read_text())
     assert verify(document) == []
     assert document["summary"]["counts"]["pass"] == 2
     assert document["summary"]["not_run"] == {"FILTERED": ran.parseoutcomes()["deselected"]}
@@ -136,7 +136,7 @@ def test_a_waived_failure_is_xfailed_and_an_unexpected_pass_fails(
     (pytester.path / "waivers.toml").write_text(WAIVER)
     ran = run(kind, "-k", "length_65-bfloat16", "--fd-waivers", "waivers.toml", "--fd-report", "here")
     assert ran.parseoutcomes()[outcome] == 1
-    counts = json.loads((pytester.path / "here" / "mine-cpu-smoke.json").read_text())["summary"]["counts"]
+    counts = json.loads((pytester.path / "here" / "mine-cpu-smoke-selected.json").read_text())["summary"]["counts"]
     assert counts["waived" if outcome == "xfailed" else "unexpected_pass"] == 1
 
 

@@ -17,7 +17,7 @@ from flashdispatch_conformance.journal import Journal
 from flashdispatch_conformance.result import NotRun, Result
 from flashdispatch_conformance.runner import RunnerError, Settings
 from flashdispatch_conformance.tolerance import Failure, Stats
-from flashdispatch_registry.errors import UnknownBackendError
+from flashdispatch_registry.errors import InvalidRequestError, UnknownBackendError
 
 CPU = torch.device("cpu")
 
@@ -293,6 +293,20 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"it\.jsonl"):
         journal.read(path)
+
+
+def test_a_claimed_journal_says_how_far_its_run_is(tmp_path: Path, some: tuple[Result, ...]) -> None:
+    path = tmp_path / "mine-cpu-full.journal.jsonl"
+    with journal.claim(path), Journal(path, {"seed": 3}, some):
+        with (
+            pytest.raises(InvalidRequestError, match=r"run of mine-cpu-full is writing .* \(3 units so far\)"),
+            journal.claim(path),
+        ):
+            pass
+        with journal.claim(tmp_path / "mine-cpu-smoke.journal.jsonl"):
+            pass
+    with journal.claim(path):
+        assert journal.read(path)[1] == some
 
 
 def test_differences_say_what_has_changed() -> None:

@@ -139,12 +139,15 @@ def run(
             waivers=waived,
             fuzz_minutes=fuzz_minutes,
         )
-        if resume:
-            typer.echo(session.resume(), err=True)
-        interrupted = _run(session)
-        document = session.document()
-        documents.append(document)
-        paths = write(document, output)
+        with session.claimed():
+            if resume:
+                typer.echo(session.resume(), err=True)
+            interrupted = _run(session)
+            document = session.document()
+            documents.append(document)
+            paths = write(document, output)
+            if not interrupted:
+                session.forget()
         if not as_json:
             from flashdispatch_conformance.cli.summary_view import show_summary
 
