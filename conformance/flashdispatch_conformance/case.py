@@ -76,9 +76,15 @@ segments          three segments, and in each i - 4 <= j <= i: most key tiles ar
 blocks            blocks of 64 queries and 64 keys along the diagonal
 """
 
-MaskView = Literal["contiguous", "expanded", "padded_rows", "far_rows"]
-"""How a mask lies in its storage. expanded: one number a row, with stride 0 over the keys. far_rows: rows 2^24 elements
-apart, so that offsets pass 2^31 at row 128."""
+MaskView = Literal["contiguous", "expanded", "expanded_heads", "heads_last", "padded_rows", "far_rows"]
+"""How a mask lies in its storage.
+
+expanded        one number a row, with stride 0 over the keys
+expanded_heads  one mask, with stride 0 over the heads
+heads_last      (B, Sq, Sk, H) in memory, as a table of relative positions gives it: keys are H apart
+padded_rows     rows of Sk + 8
+far_rows        rows 2^24 elements apart, so that offsets pass 2^31 at row 128
+"""
 
 Gradient = Literal["q", "k", "v", "sinks"]
 Tier = Literal["full", "deep"]

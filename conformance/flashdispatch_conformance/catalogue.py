@@ -11,11 +11,12 @@ import torch
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.case_check import check_case
 from flashdispatch_conformance.cases import ALL
-from flashdispatch_conformance.check import ALL_DTYPES, BF16, TIERS, Check, Tier, Unit
+from flashdispatch_conformance.check import ALL_DTYPES, BF16, F16, TIERS, Check, Tier, Unit
 from flashdispatch_conformance.conditions import CONDITIONS
 from flashdispatch_conformance.probes import PROBES
 from flashdispatch_conformance.properties import PROPERTIES
 from flashdispatch_conformance.support_check import SUPPORT
+from flashdispatch_conformance.verdict import MINIMUM
 from flashdispatch_registry.problem import DTYPES
 
 SMOKE = frozenset(
@@ -38,6 +39,15 @@ def _smoke_dtypes(case: Case) -> tuple[torch.dtype, ...]:
     return (BF16,) if case.id in SMOKE else ()
 
 
+def _deep_dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    """float16 of a case that is in bfloat16 too: it is the same code, and a third of the compiling.
+
+    Range and rounding of float16 have the pairwise and pinned cases, and the minimum is asked in both.
+    """
+    both = {"float16", "bfloat16"} <= set(case.dtypes)
+    return (F16,) if both and case.id not in MINIMUM and case.id not in SMOKE else ()
+
+
 def _of_case(case: Case) -> Check:
     return Check(
         id=case.id,
@@ -46,6 +56,7 @@ def _of_case(case: Case) -> Check:
         dtypes=tuple(DTYPES[name] for name in case.dtypes),
         tier=case.tier,
         smoke_dtypes=_smoke_dtypes(case),
+        deep_dtypes=_deep_dtypes(case),
     )
 
 
@@ -59,10 +70,7 @@ def units(tier: Tier) -> tuple[Unit, ...]:
     """What a tier runs, in the order of reports."""
     reach = TIERS.index(tier)
     return tuple(
-        Unit(check, dtype)
-        for check in CHECKS
-        for dtype in check.dtypes
-        if TIERS.index(check.tier) <= reach or dtype in check.smoke_dtypes
+        Unit(check, dtype) for check in CHECKS for dtype in check.dtypes if TIERS.index(check.tier_in(dtype)) <= reach
     )
 
 

@@ -36,6 +36,8 @@ class Check:
     """The smallest tier that has it, where `smoke_dtypes` does not say otherwise."""
     smoke_dtypes: tuple[torch.dtype, ...] = ()
     """Dtypes in which the smoke tier has it too."""
+    deep_dtypes: tuple[torch.dtype, ...] = ()
+    """Dtypes in which only the deep tier has it."""
     alone: bool = False
     """It needs the machine to itself: a runner runs it after the others, and nothing beside it."""
 
@@ -57,6 +59,12 @@ class Check:
             return run_trial(id, body, target)
 
         return cls(id=id, why=why, run=run, dtypes=dtypes, tier=tier, smoke_dtypes=smoke_dtypes, alone=alone)
+
+    def tier_in(self, dtype: torch.dtype) -> Tier:
+        """The smallest tier that has it in `dtype`."""
+        if dtype in self.smoke_dtypes:
+            return "smoke"
+        return "deep" if dtype in self.deep_dtypes else self.tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,43 @@ def _second_shape(trial: Trial) -> None:
     _compare(trial, first, _run(trial, first, part), before, "after another shape")
 
 
+def _two_layers(trial: Trial) -> None:
+    """Forward, forward, backward, backward, as two layers of a model: what is saved for one must outlive the other."""
+    both = [trial.inputs(CASE, seed=seed) for seed in (trial.target.seed, trial.target.seed + 1)]
+    if not all(trial.declared(inputs, "gradients") for inputs in both):
+        return
+    plain = [trial.differentiable_call(inputs) for inputs in both]
+    plain = [{name: x.detach().clone() for name, x in one.items()} for one in plain]
+    outs = [trial.call(inputs, "gradients") for inputs in both]
+    for layer, (inputs, out, one) in enumerate(zip(both, outs, plain, strict=True), 1):
+        got = {name: x.detach().clone() for name, x in (out | backward(inputs, out)).items()}
+        _compare(trial, inputs, got, one, f"in layer {layer} of two")
+
+
+def _second_backward(trial: Trial) -> None:
+    """Two backwards of one graph: the first must leave what the forward saved."""
+    inputs = trial.inputs(CASE)
+    if not trial.declared(inputs, "gradients"):
+        return
+    out = trial.call(inputs, "gradients")
+    first = {name: x.clone() for name, x in backward(inputs, out, retain_graph=True).items()}
+    _compare(trial, inputs, backward(inputs, out), first, "in the second backward of one graph")
+
+
+def _kept_results(trial: Trial) -> None:
+    """Results are the caller's: a later call of the same shape must not write into them."""
+    inputs, other = trial.inputs(CASE), trial.inputs(CASE, seed=trial.target.seed + 1)
+    part = _part(trial, inputs)
+    if part is None:
+        return
+    got = _run(trial, inputs, part)
+    before = {name: x.detach().clone() for name, x in got.items()}
+    _run(trial, other, part)
+    for name, tensor in got.items():
+        if not same_bits(tensor, before[name]):
+            trial.fail(f"{name} of an earlier call is not what it was after another call")
+
+
 def _uninitialised_memory(trial: Trial) -> None:
     inputs = trial.inputs(replace(CASE, deterministic=False))
     part = _part(trial, inputs)
@@ -341,6 +378,9 @@ def _no_context_at_import(trial: Trial) -> None:
 
 _BODIES: tuple[tuple[str, str, Callable[[Trial], None], dict[str, Any]], ...] = (
     ("second_shape", "another shape in the same process, and back", _second_shape, {"smoke_dtypes": (BF16,)}),
+    ("two_layers", "forward, forward, backward, backward", _two_layers, {}),
+    ("second_backward", "two backwards of one graph", _second_backward, {}),
+    ("kept_results", "a later call writes into no earlier result", _kept_results, {}),
     ("uninitialised_memory", "vllm-project/vllm#34570: every element is written", _uninitialised_memory, {}),
     ("repeats", "20 calls, bit for bit", _repeats, {}),
     ("threads", "four threads at once", _threads, {"dtypes": (F16, BF16)}),

@@ -411,6 +411,10 @@ def _place_mask(
                 logical[b, :, :, case.kv_lens[b] :] = poison
     if mask.view == "expanded":
         return place("attn_mask", logical[..., :1], to, copies=copies).expand(mask.shape)
+    if mask.view == "expanded_heads":
+        return place("attn_mask", logical[:, :1], to, copies=copies).expand(mask.shape)
+    if mask.view == "heads_last":
+        return place("attn_mask", logical.permute(0, 2, 3, 1), to, copies=copies).permute(0, 3, 1, 2)
     return place("attn_mask", logical, to, mask.view, copies)
 
 

@@ -69,3 +69,16 @@ def test_a_right_backend_passes_what_is_no_case(check) -> None:
         assert (result.outcome, result.not_run) == ("not_run", NotRun.NO_CUDA)
     else:
         assert result.outcome == "pass", result.report()
+
+
+def test_float16_of_what_is_in_bfloat16_too_is_deep_but_for_the_minimum() -> None:
+    full = {one.id for one in units("full")}
+    assert "named/gqa_6_3-bfloat16" in full
+    assert "named/gqa_6_3-float16" not in full
+    assert "named/gqa_6_3-float16" in {one.id for one in units("deep")}
+    assert {f"{case}-{dtype}" for case in MINIMUM for dtype in ("float16", "bfloat16")} <= full
+    assert {one.dtype for one in full_of("pairwise")} == set(ALL_DTYPES)
+
+
+def full_of(kind: str) -> list[Unit]:
+    return [one for one in units("full") if one.check.id.startswith(f"{kind}/")]

@@ -93,6 +93,8 @@ def explain(
     facts.append(Fact("dtypes", ", ".join(DTYPE_NAMES[dtype] for dtype in check.dtypes)))
     if check.smoke_dtypes:
         facts.append(Fact("", f"in the smoke tier {', '.join(DTYPE_NAMES[dtype] for dtype in check.smoke_dtypes)}"))
+    if check.deep_dtypes:
+        facts.append(Fact("", f"only in the deep tier {', '.join(DTYPE_NAMES[dtype] for dtype in check.deep_dtypes)}"))
     if check.alone:
         facts.append(Fact("runs", "alone: it needs the machine to itself"))
     if case is not None:
