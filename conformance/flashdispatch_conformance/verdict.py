@@ -73,7 +73,7 @@ def decide(
     wrong = [f"{_units(counts[word])} ended as {word}" for word in BAD if counts[word]]
     wrong += waiver_faults
     if minimum == "fail":
-        wrong.append(f"the minimum does not pass in float16 or bfloat16, and no waiver stands in for it: {', '.join(missing)}")
+        wrong.append(f"the minimum does not pass in float16 or bfloat16 (no waiver counts): {', '.join(missing)}")
     not_run = Counter(result.not_run for result in results if result.not_run is not None)
     here = [_left_out(why, count) for why, count in not_run.items() if why in NOT_OF_THIS_MACHINE]
     if wrong:

@@ -59,8 +59,19 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, torch.dt
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("case", NAMED, ids=[case.id for case in NAMED])
-@pytest.mark.parametrize("dtype", DTYPES, ids=[DTYPE_NAMES[dtype] for dtype in DTYPES])
+PAIRS = 500_000
+"""Most pairs of query and key, over batch and heads, that are interpreted in seconds. The GPU has the others."""
+INTERPRETABLE = [
+    (case, dtype)
+    for dtype in DTYPES
+    for case in NAMED
+    if DTYPE_NAMES[dtype] in case.dtypes and case.batch * case.heads[0] * case.seqlens[0] * case.seqlens[1] <= PAIRS
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), INTERPRETABLE, ids=[f"{DTYPE_NAMES[dtype]}-{case.id}" for case, dtype in INTERPRETABLE]
+)
 def test_case(case: Case, dtype: torch.dtype, results: dict[tuple[str, torch.dtype], Future[Any]]) -> None:
     result = results[case.id, dtype].result()
     assert result.outcome == "pass", result.report()
