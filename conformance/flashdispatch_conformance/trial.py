@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import flashdispatch
-from flashdispatch_conformance import stage
+from flashdispatch_conformance import global_state, stage
 from flashdispatch_conformance.case import Case, Part
 from flashdispatch_conformance.inputs import Inputs, build
 from flashdispatch_conformance.result import INSTALLATION, NotRun, Outcome, Result
@@ -220,6 +220,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
 
 
+@contextmanager
+def _global_state_kept(trial: Trial) -> Iterator[None]:
+    """PyTorch's global state is after the block what it was before; a change that was left behind is a finding."""
+    before = global_state.snapshot()
+    try:
+        yield
+    finally:
+        trial.messages.extend(global_state.restore(before))
+
+
 def ends_the_run(error: BaseException, backend: str) -> bool:
     """Whether `error` is no unit's: the operator's Ctrl-C, or that `backend` is not registered.
 
@@ -257,7 +267,8 @@ def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Resu
         return trial.result(check, outcome, messages, not_run=not_run, seconds=seconds, peak_bytes=peak)
 
     try:
-        body(trial)
+        with _global_state_kept(trial):
+            body(trial)
         if cuda:
             torch.cuda.synchronize(target.device)
     except flashdispatch.DisabledBackendError as error:

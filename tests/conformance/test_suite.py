@@ -20,7 +20,7 @@ from torch import Tensor
 import flashdispatch
 import flashdispatch_conformance
 from flashdispatch_backends import torch_reference
-from flashdispatch_conformance import AttentionConformance, Result, run_case
+from flashdispatch_conformance import AttentionConformance, Result, global_state, run_case
 from flashdispatch_conformance.case import Case
 from flashdispatch_conformance.cases import BY_ID, NAMED
 from flashdispatch_registry import BackendSpec, Extras, Forward, Gradients, Needs, Problem, Support
@@ -236,6 +236,55 @@ def test_the_operator_can_end_a_run(register: Register, monkeypatch: pytest.Monk
         run(name)
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)  # as it is in a child process
     assert run(name).outcome == "error"
+
+
+class Changes(Fake):
+    """Changes something that is the caller's, and goes on."""
+
+    def __init__(self, change: Callable[[], object], error: Exception | None = None) -> None:
+        self.change, self.error = change, error
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+        self.change()
+        if self.error:
+            raise self.error
+        return super().forward(problem, q, k, v, extras)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            "torch's default dtype is torch.float64 after the calls, and was torch.float32",
+        ),
+        (
+            lambda: torch.rand(1),
+            "torch's CPU random generator is in another state after the calls: they drew from it, or seeded it",
+        ),
+        (
+            lambda: setattr(torch.backends.cudnn, "benchmark", True),
+            "torch's backends.cudnn.benchmark is True after the calls, and was False",
+        ),
+    ],
+    ids=["dtype", "random", "flag"],
+)
+def test_global_state_that_a_backend_changes_is_a_failure_and_is_put_back(
+    register: Register, change: Callable[[], object], said: str
+) -> None:
+    before = global_state.snapshot()
+    result = run(register(Changes(change)))
+    assert result.outcome == "fail"
+    assert said in result.messages
+    assert global_state.restore(before) == ()
+
+
+def test_global_state_is_put_back_after_an_error_too(register: Register) -> None:
+    before = global_state.snapshot()
+    result = run(register(Changes(lambda: torch.set_default_dtype(torch.float64), ValueError("by design"))))
+    assert (result.outcome, result.messages[0]) == ("error", "ValueError: by design")
+    assert "default dtype is torch.float64" in result.messages[1]
+    assert global_state.restore(before) == ()
 
 
 def test_no_memory_is_no_statement_about_the_backend(register: Register) -> None:
