@@ -25,11 +25,12 @@ SCHEMA = Path(__file__).with_name("report.schema.json")
 
 def rounded(value: float) -> float | str:
     """`value` as reports have it."""
-    if math.isnan(value):
+    short = float(f"{value:.4g}")  # which may be infinite where `value` is not
+    if math.isnan(short):
         return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return float(f"{value:.4g}")
+    if math.isinf(short):
+        return "Infinity" if short > 0 else "-Infinity"
+    return short
 
 
 def number(value: float | str) -> float:

@@ -150,21 +150,23 @@ def merge(documents: Sequence[Document]) -> Document:
     A unit has the outcome of the shard that ran it. Two shards may run the same unit with the same outcome; the
     histograms then count its z twice.
 
-    Raises InvalidRequestError in words when they are not of one backend, source, architecture, tier and suite, when a
-    seal is broken, or when a unit has two outcomes.
+    Raises InvalidRequestError in words when they are not of one backend, source, device, driver, tier and suite and of
+    the same versions, when a seal is broken, when a run is there twice, or when a unit has two outcomes.
     """
     if not documents:
         raise InvalidRequestError("nothing to merge: name the reports of the shards")
     first = documents[0]
-    for at, other in enumerate(documents, 1):
-        if seal_of(other) != other.get("seal"):
+    for at, document in enumerate(documents, 1):
+        if seal_of(document) != document.get("seal"):
             raise InvalidRequestError(f"report {at} was changed after it was written: its seal is wrong. Run it again")
+    _check_runs(documents)
     for block, name in _MUST_AGREE:
         values = [document[block] if name is None else document[block][name] for document in documents]
         for at, value in enumerate(values, 1):
             if value != values[0]:
                 what = block if name is None else f"{name} of {block}"
-                text = f"report 1 has {values[0]!r}, report {at} has {value!r}. Merge shards of one run only"
+                one, other = _apart(values[0], value)
+                text = f"report 1 has {one!r}, report {at} has {other!r}. Merge shards of one run only"
                 raise InvalidRequestError(f"the {what} is not the same: {text}")
     entries = _merged_entries(documents)
     run = first["run"] | {
@@ -195,7 +197,13 @@ _MUST_AGREE: tuple[tuple[str, str | None], ...] = (
     ("backend", "version"),
     ("backend", "source_sha256"),
     ("backend", "languages"),
+    ("backend", "capabilities"),
+    ("device", "type"),
     ("device", "arch"),
+    ("device", "name"),
+    ("device", "driver"),
+    ("host", "versions"),
+    ("host", "cuda_runtime"),
     ("suite", "version"),
     ("suite", "tier"),
     ("suite", "case_list_sha256"),
@@ -205,7 +213,26 @@ _MUST_AGREE: tuple[tuple[str, str | None], ...] = (
     ("suite", "seed"),
     ("waivers", None),
 )
-"""Block and field that shards of one run share."""
+"""Block and field that shards of one run share: the merged report has one value of each."""
+
+
+def _check_runs(documents: Sequence[Document]) -> None:
+    """Raises InvalidRequestError when two documents have a run in common."""
+    seen: dict[str, int] = {}
+    for at, document in enumerate(documents, 1):
+        for run in document["run"]["merged"] or [document["run"]]:
+            if (before := seen.setdefault(run["id"], at)) != at:
+                text = f"report {before} and report {at} are the same report twice, or have it in them"
+                raise InvalidRequestError(f"{text} (run {run['id']}). Name each shard once")
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """The two values; of two dicts only what differs."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one, other
+    same = {name for name in one if name in other and one[name] == other[name]}
+    differing = [{name: value for name, value in some.items() if name not in same} for some in (one, other)]
+    return differing[0], differing[1]
 
 
 def _whole(

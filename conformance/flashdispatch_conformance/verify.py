@@ -6,6 +6,9 @@ It needs the document and this package, and nothing else. What can't be known fr
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -13,17 +16,33 @@ from typing import Any
 
 from flashdispatch_conformance import cases, catalogue, summary, surroundings
 from flashdispatch_conformance.case import Case
-from flashdispatch_conformance.document import SCHEMA, number, seal_of, sha256
+from flashdispatch_conformance.document import SCHEMA, canonical, number, seal_of, sha256
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.tolerance import GATES, Scores, broken
 from flashdispatch_conformance.waivers import Waiver, faults
+from flashdispatch_registry.arch import device_type_of
+from flashdispatch_registry.errors import InvalidRequestError
 
-SUITE_VERSION = "1.0.0"
+SUITE_VERSION = "1.1.0"
 """Of the gates, the cases and the checks together. It rises when any of them changes, so that a report says by which
 rules it was made; what only becomes clearer, faster or better shown leaves it as it is."""
 
 ROUNDED = 5e-4
 """Largest relative error of a number with 4 digits: what the difference of two of them may be off by."""
+
+DRIFT = 1.0
+"""More than the drift of out, dq, dk or dv in 16 bits can be.
+
+With c = 3 ceil(N / 8) cuts and w = 2^-24, drift <= w c 5/6 sqrt(X1^2 + X2), and sigma >= u sqrt(X1^2 + X2): so their
+ratio is at most 5/6 c w / u, which in float16 (u = 2^-11) reaches 1 for sums of 26000 terms. The suite sums 8193 at
+most in 16 bits (0.32). LSE, sinks and masks may be float32, whose u is w.
+"""
+
+CASE_KINDS = frozenset(case.partition("/")[0] for case in cases.BY_ID)
+"""First words of the ids of those checks that are one case each, and always judge its output."""
+
+TINY = 1e-150
+"""Largest |z| whose square a float64 may not hold: the RMS of such numbers comes out too small, or as 0."""
 
 SHOWN = 20
 """Findings of one kind before the rest is only counted."""
@@ -46,8 +65,9 @@ def verify(document: Mapping[str, Any]) -> list[Finding]:
     form = list(_form(document))
     if form:
         return form
-    found = [*_seal(document), *_run(document), *_gates(document), *_case_list(document)]
+    found = [*_seal(document), *_run(document), *_device(document), *_gates(document), *_case_list(document)]
     found += _limited([finding for entry in document["cases"] for finding in _unit(entry, document)])
+    found += _limited(list(_scored(document)))
     return found + list(_derived(document))
 
 
@@ -59,12 +79,16 @@ def malformed(document: Mapping[str, Any]) -> list[Finding]:
 def unchecked(document: Mapping[str, Any]) -> list[str]:
     """What `verify` can't tell of this document, in words."""
     found = ["whether the run took place: the seal shows a slip or an edit, and signs for nobody"]
-    suite = document.get("suite", {})
+    suite = document.get("suite")
+    if not isinstance(suite, Mapping):
+        return found
     version, tree = suite.get("version"), suite.get("source_tree_sha256")
     if version != SUITE_VERSION:
+        others = f"the report is of suite {version}, this is {SUITE_VERSION}"
         found.append(
-            f"the case list and the gates: the report is of suite {version}, this is {SUITE_VERSION}; "
-            "units are held to the gates that the report states, and not for bias"
+            f"the case list: {others}"
+            if _gates_are_known(version)
+            else f"the case list and the gates: {others}; units are held to the gates that it states, and not for bias"
         )
     same = tree == surroundings.source_tree_sha256()
     if version == SUITE_VERSION and not same:
@@ -88,13 +112,37 @@ def case_list_sha256(planned: Sequence[str], content: Mapping[str, dict[str, Any
 def _form(document: Mapping[str, Any]) -> Iterator[Finding]:
     import jsonschema
 
+    try:
+        canonical(document)
+    except (TypeError, ValueError, RecursionError) as error:  # ValueError: also a text that has no UTF-8 form
+        yield Finding("the document", f"it has no canonical JSON, so no seal can be one of it: {error}")
+        return
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     wrong = list(jsonschema.Draft202012Validator(schema).iter_errors(document))
-    for error in wrong[:SHOWN]:
-        where = "/".join(map(str, error.absolute_path)) or "the document"
-        yield Finding(where, error.message if len(error.message) < 300 else f"{error.message[:300]}...")
+    for each in wrong[:SHOWN]:
+        where = "/".join(map(str, each.absolute_path)) or "the document"
+        yield Finding(where, each.message if len(each.message) < 300 else f"{each.message[:300]}...")
     if len(wrong) > SHOWN:
         yield Finding("the document", f"{len(wrong) - SHOWN} more places do not have the form of a report")
+    if not wrong:
+        yield from _values(document)
+
+
+def _values(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Texts of the right form that mean nothing: days that no calendar has, and what waivers.toml may not say."""
+    run = document["run"]
+    spans = [("run", run), *((f"run/merged/{at}", part) for at, part in enumerate(run["merged"]))]
+    for where, span in spans:
+        for name in ("started", "ended"):
+            try:
+                datetime.fromisoformat(span[name])
+            except ValueError as error:
+                yield Finding(f"{where}/{name}", f"{span[name]!r} is no time: {error}")
+    for at, waiver in enumerate(document["waivers"]):
+        try:
+            Waiver.of(waiver, f"waiver {waiver['id']!r}")
+        except InvalidRequestError as error:
+            yield Finding(f"waivers/{at}", str(error))
 
 
 def _seal(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -104,14 +152,35 @@ def _seal(document: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _run(document: Mapping[str, Any]) -> Iterator[Finding]:
     run = document["run"]
-    if datetime.fromisoformat(run["ended"]) < datetime.fromisoformat(run["started"]):
-        yield Finding("run", f"it ended at {run['ended']}, before it started at {run['started']}")
+    for span in (run, *run["merged"]):
+        if datetime.fromisoformat(span["ended"]) < datetime.fromisoformat(span["started"]):
+            yield Finding("run", f"it ended at {span['ended']}, before it started at {span['started']}")
+    for one, count in Counter(part["id"] for part in run["merged"]).items():
+        if count > 1:
+            yield Finding("run", f"it was merged from the run {one} {count} times")
+
+
+def _device(document: Mapping[str, Any]) -> Iterator[Finding]:
+    kind, arch = document["device"]["type"], document["device"]["arch"]
+    if device_type_of(arch) != kind:
+        yield Finding("device", f"its arch {arch} is one of {device_type_of(arch)}, but its type is {kind}")
 
 
 def _gates(document: Mapping[str, Any]) -> Iterator[Finding]:
-    suite = document["suite"]
-    if suite["version"] == SUITE_VERSION and suite["gates"] != asdict(GATES):
-        yield Finding("suite", f"its gates are {suite['gates']}; those of suite {SUITE_VERSION} are {asdict(GATES)}")
+    version, gates = document["suite"]["version"], document["suite"]["gates"]
+    if _gates_are_known(version) and gates != asdict(GATES):
+        yield Finding("suite", f"its gates are {gates}; those of suite {version} are {asdict(GATES)}")
+
+
+def _gates_are_known(version: object) -> bool:
+    """True for this suite version and all before it, which had the same gates."""
+    if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){2}", version):
+        return False
+    return _parts(version) <= _parts(SUITE_VERSION)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _case_list(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -166,6 +235,26 @@ def _unit(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Fin
         yield Finding(unit, f"no waiver {entry['waiver']} that holds covers it")
 
 
+def _scored(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """A case that passed was called, and each of its calls has an output, which is judged."""
+    content = {check["id"]: check["case"] for check in document["checks"]}
+    for entry in document["cases"]:
+        unit, outcome, check = entry["id"], entry["outcome"], entry["check"]
+        if outcome not in ("pass", "unexpected_pass") or check.partition("/")[0] not in CASE_KINDS:
+            continue
+        tensors = entry.get("tensors", {})
+        if not any(summary.tensor_of(name) == "out" for name in tensors):
+            yield Finding(unit, f"it is {outcome}, but has no scores of out")
+        elif not any(tensor["numel"] for tensor in tensors.values()) and not _may_hide_all(content.get(check) or {}):
+            yield Finding(unit, f"it is {outcome}, but no element was judged, and its case hides no key")
+
+
+def _may_hide_all(case: Mapping[str, Any]) -> bool:
+    """Whether a case can be one without any visible key, whose tensors are all exact by contract."""
+    hides = any(name in case for name in ("mask", "window", "q_lens", "kv_lens"))
+    return hides or case.get("batch") == 0 or 0 in case.get("seqlens", ())
+
+
 def _silent(entry: Mapping[str, Any]) -> bool:
     """True for a unit that was never started: there is nothing to say of it but the reason."""
     return entry["outcome"] == "not_run" and entry.get("not_run") in (NotRun.FILTERED, NotRun.INTERRUPTED)
@@ -176,10 +265,11 @@ def _broken(name: str, tensor: Mapping[str, Any], entry: Mapping[str, Any], suit
     for failure in tensor.get("failures", ()):
         yield f"{name} says: {failure['message']}"
     scores = {gate: number(tensor[gate]) for gate in summary.NUMBERS}
+    yield from _impossible(name, scores, entry["dtype"])
     if entry["dtype"] == "float64":
         if not scores["max"] <= 1.0:
             yield f"{name} is off by {scores['max']:g} times what float64 allows"
-    elif suite["version"] == SUITE_VERSION:
+    elif _gates_are_known(suite["version"]):
         scores["drift"] += ROUNDED * (abs(scores["bias"]) + scores["drift"])
         held = Scores(
             rms=scores["rms"],
@@ -195,6 +285,24 @@ def _broken(name: str, tensor: Mapping[str, Any], entry: Mapping[str, Any], suit
         for gate in ("rms", "row", "max"):
             if not scores[gate] <= suite["gates"][gate]:
                 yield f"{name} has {gate} {scores[gate]:g}, allowed {suite['gates'][gate]:g}"
+
+
+def _impossible(name: str, scores: Mapping[str, float], dtype: str) -> Iterator[str]:
+    """What numbers of one z can't be, whatever it is; `scores` are those of a tensor that is said to be good."""
+    rms, row, most, bias, drift = (scores[gate] for gate in summary.NUMBERS)
+    if not 0 <= rms <= _room(row) or not row <= _room(most):
+        yield f"{name} has rms {rms:g}, row {row:g} and max {most:g}, and no z has: none is negative or above the next"
+    if not abs(bias) <= _room(rms):
+        yield f"{name} has bias {bias:g} and rms {rms:g}, and no z has: a mean is not above the root mean square"
+    if not 0 <= drift < math.inf:
+        yield f"{name} has drift {drift:g}, and it is finite and not negative"
+    elif dtype in ("float16", "bfloat16") and summary.tensor_of(name) in ("out", "dq", "dk", "dv") and drift > DRIFT:
+        yield f"{name} has drift {drift:g}, and in {dtype} it is at most {DRIFT:g}"
+
+
+def _room(score: float) -> float:
+    """What a number that is not larger than the one behind `score` can look like in a report."""
+    return (1 + 2 * ROUNDED) * score + TINY
 
 
 def _waives(waiver: Mapping[str, Any], entry: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
@@ -230,8 +338,25 @@ def _derived(document: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("summary", f"{name} is {_short(said)}, but the units say {_short(value)}")
     if document["capability_matrix"] != summary.matrix(entries, rows):
         yield Finding("capability_matrix", "it is not what the units say")
+    yield from _histograms(document)
     if document["timings"] != summary.times(entries, wall_s(document["run"])):
         yield Finding("timings", "they are not what the units and the run say")
+
+
+def _histograms(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """They count every judged element once; in a merged report as often as its shards ran the unit."""
+    judged: Counter[tuple[str, str]] = Counter()
+    for entry in document["cases"]:
+        for name, tensor in entry.get("tensors", {}).items():
+            judged[entry["dtype"], summary.tensor_of(name)] += tensor["numel"]
+    counted: Counter[tuple[str, str]] = Counter()
+    for one in document["z_histograms"]:
+        counted[one["dtype"], one["tensor"]] += sum(one["counts"])
+    often = max(1, len(document["run"]["merged"]))
+    for key in sorted({*judged, *counted}):
+        if not judged[key] <= counted[key] <= often * judged[key]:
+            text = f"of {key[1]} in {key[0]} they count {counted[key]} elements, and the units judged {judged[key]}"
+            yield Finding("z_histograms", text)
 
 
 def wall_s(run: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import FileHash, PackagePath, version
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_a_file_has_one_unit_a_line(document: Document) -> None:
 def test_what_json_has_no_number_for_is_a_text(reported: Any) -> None:
     results = reported.all_passed()
     wild = Stats(rms=float("nan"), row=float("inf"), max=float("inf"), bias=float("-inf"), numel=3, rows=1)
-    wild = replace(wild, failures=(Failure("finite", "out[0] is nan"),))
+    wild = replace(wild, failures=(Failure("finite", "out[0] is nan"),), histogram=(0,) * 33 + (3,))
     results[0] = reported.failed(results[0], stats={"out": wild})
     found = report.make(reported.run(), results)
     tensor = found["cases"][0]["tensors"]["out"]
@@ -285,7 +286,7 @@ def set_path(document: Document, path: str, value: Any) -> None:
         ("cases/0/messages", ["NaN"], "it is pass, but says: NaN"),
         ("cases/0/dtype", "float64", "it names the check"),
         ("summary/counts/pass", 1000, "counts is"),
-        ("summary/minimum_set", "pass", 'minimum_set is "pass"'),
+        ("summary/minimum_set", "fail", 'minimum_set is "fail"'),
         ("summary/worst/0/max", 0.001, "worst is"),
         ("summary/reasons/0", "all is well", "reasons is"),
         ("capability_matrix/0/outcome", "fail", "capability_matrix: it is not what the units say"),
@@ -321,19 +322,120 @@ def test_a_unit_that_is_there_twice_is_found(document: Document) -> None:
 
 def test_the_gates_of_a_bias_leave_room_for_drift_and_few_rows(reported: Any) -> None:
     results = reported.all_passed()
-    wide = Stats(bias=0.9, drift=0.7, numel=8192, rows=128)
-    few = Stats(bias=0.9, numel=8192, rows=3)
+    passed = results[0].stats["out"]
+    wide = replace(passed, rms=0.9, row=0.9, max=0.9, bias=0.9, drift=0.7)
+    few = replace(wide, drift=0.0, rows=3)
     results[0] = replace(results[0], stats={"out": wide, "lse": few})
     assert report.verify(report.make(reported.run(), results)) == []
 
 
-def test_a_report_of_another_suite_version_is_checked_as_far_as_it_goes(document: Document) -> None:
-    document["suite"] |= {"version": "0.9.0", "gates": document["suite"]["gates"] | {"max": 6.0}}
+@pytest.mark.parametrize(
+    ("path", "value", "where"),
+    [
+        ("cases/0/tensors/out/max", 10**400, "cases/0/tensors/out/max: 1000"),
+        ("cases/0/tensors/out/numel", 10**400, "cases/0/tensors/out/numel: 1000"),
+        ("cases/0/run_s", 10**400, "cases/0/run_s: 1000"),
+        ("run/started", "0000-01-01T00:00:00+00:00", "run/started: '0000-01-01T00:00:00+00:00' is no time"),
+        ("run/ended", "2026-11-31T00:00:00+00:00", "run/ended: '2026-11-31T00:00:00+00:00' is no time"),
+        ("host/os", "\ud800", "the document: it has no canonical JSON"),
+        ("suite/gates/max", float("inf"), "the document: it has no canonical JSON"),
+        ("suite/version", "new", "suite/version: 'new' does not match"),
+    ],
+)  # fmt: skip
+def test_what_no_report_can_hold_is_a_finding(path: str, value: Any, where: str, document: Document) -> None:
+    set_path(document, path, value)
+    assert where in said(document)
+
+
+def test_so_is_a_waiver_that_no_file_could_hold(document: Document) -> None:
+    document["waivers"] = [waiver().to_json() | {"expires": "2027-02-30"}]
+    assert "waivers/0: waiver 'known', expires: a day such as" in said(document)
+
+
+@pytest.mark.parametrize("suite", [None, "new", {}, {"version": 1}])
+def test_what_is_unchecked_can_be_asked_of_anything(suite: Any, document: Document) -> None:
+    assert "signs for nobody" in report.unchecked(document | {"suite": suite})[0]
+
+
+@pytest.mark.parametrize("outcome", ["pass", "unexpected_pass"])
+def test_a_case_that_passed_has_scores(outcome: str, document: Document) -> None:
+    entry = document["cases"][0]
+    entry["outcome"] = outcome
+    del entry["tensors"]["out"]
+    assert f"{entry['id']}: it is {outcome}, but has no scores of out" in said(resealed(document))
+    del entry["tensors"]
+    assert f"{entry['id']}: it is {outcome}, but has no scores of out" in said(resealed(document))
+
+
+def test_of_elements_if_it_has_any(reported: Any) -> None:
+    nothing = {"out": Stats(), "lse": Stats()}
+    results = [replace(result, stats=nothing) for result in reported.all_passed("full")]
+    found = said(report.make(reported.run("full"), results[:1]))
+    assert f"{results[0].id}: it is pass, but no element was judged" in found
+    empty = ("named/no_keys", "named/no_queries", "named/mask_bool_all_false")
+    hidden = [result for result in results if result.check in empty]
+    assert {result.check for result in hidden} == set(empty)
+    assert report.verify(report.make(reported.run("full"), hidden)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"rms": -0.1}, "out has rms -0.1, row"),
+        ({"rms": 1.4, "row": 1.2, "max": 3.0}, "out has rms 1.4, row 1.2 and max 3"),
+        ({"row": 3.0, "max": 2.0}, "row 3 and max 2, and no z has"),
+        ({"bias": 5.0, "drift": 100.0}, "out has bias 5 and rms"),
+        ({"drift": 100.0}, "out has drift 100, and in"),
+        ({"drift": -0.1}, "out has drift -0.1, and it is finite and not negative"),
+        ({"drift": "Infinity"}, "out has drift inf, and it is finite and not negative"),
+    ],
+)  # fmt: skip
+def test_scores_are_those_of_one_z(changes: dict[str, Any], where: str, document: Document) -> None:
+    document["cases"][0]["tensors"]["out"] |= changes
+    assert where in said(resealed(document))
+
+
+def test_the_lse_may_drift_further(reported: Any) -> None:
+    results = reported.all_passed()
+    drifts = {"lse": replace(results[0].stats["lse"], drift=25.0), "out": replace(results[0].stats["out"], drift=1.0)}
+    results[0] = replace(results[0], stats=drifts)
+    assert report.verify(report.make(reported.run(), results)) == []
+
+
+def test_histograms_count_what_was_judged(document: Document) -> None:
+    one = document["z_histograms"][0]
+    one["counts"][16] += 1
+    count = sum(one["counts"])
+    text = f"z_histograms: of {one['tensor']} in {one['dtype']} they count {count} elements, and the units judged"
+    assert f"{text} {count - 1}" in said(resealed(document))
+    document["z_histograms"] = []
+    assert f"{text.partition(' they')[0]} they count 0 elements" in said(resealed(document))
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("cpu", "sm_90"), ("cuda", "cpu"), ("cpu", "gfx942")])
+def test_an_architecture_is_one_of_its_device(kind: str, arch: str, document: Document) -> None:
+    document["device"] |= {"type": kind, "arch": arch}
+    assert f"device: its arch {arch} is one of" in said(resealed(document))
+
+
+def test_an_older_report_is_held_to_the_gates_which_were_the_same(document: Document) -> None:
+    document["suite"]["version"] = "0.9.0"
     old = resealed(document)
     assert report.verify(old) == []
-    assert any("the report is of suite 0.9.0" in text for text in report.unchecked(old))
-    old["cases"][0]["tensors"]["out"]["max"] = 7.0
-    assert "out has max 7, allowed 6" in said(resealed(old))
+    assert any(text.startswith("the case list: the report is of suite 0.9.0") for text in report.unchecked(old))
+    old["cases"][0]["tensors"]["out"] |= {"rms": 0.9, "row": 0.9, "bias": 0.3}
+    assert "bias of z is 0.3, allowed 0.25" in said(resealed(old))
+    old["suite"]["gates"]["max"] = 99.0
+    assert "suite: its gates are" in said(resealed(old))
+
+
+def test_a_newer_one_is_held_to_its_own(document: Document) -> None:
+    document["suite"] |= {"version": "99.0.0", "gates": document["suite"]["gates"] | {"max": 6.0}}
+    new = resealed(document)
+    assert report.verify(new) == []
+    assert any(text.startswith("the case list and the gates: the report is") for text in report.unchecked(new))
+    new["cases"][0]["tensors"]["out"]["max"] = 7.0
+    assert "out has max 7, allowed 6" in said(resealed(new))
 
 
 def test_it_says_what_nobody_can_know(document: Document) -> None:
@@ -451,6 +553,15 @@ def changed(part: Document, path: str, value: Any) -> Document:
         ),
         ("backend/source_sha256", "0" * 64, "the source_sha256 of backend is not the same"),
         ("backend/languages", {"numpy": "1.0"}, "the languages of backend is not the same"),
+        ("backend/capabilities/lse", False, "report 1 has {'lse': True}, report 2 has {'lse': False}"),
+        ("device/name", "NVIDIA GH200", "the name of device is not the same"),
+        ("device/driver", "1", "the driver of device is not the same: report 1 has None, report 2 has '1'"),
+        (
+            "host/versions/torch",
+            "1.0",
+            f"report 1 has {{'torch': '{torch.__version__}'}}, report 2 has {{'torch': '1.0'}}",
+        ),
+        ("host/cuda_runtime", "1.0", "the cuda_runtime of host is not the same"),
         ("device/arch", "sm_90", "the arch of device is not the same: report 1 has 'cpu', report 2 has 'sm_90'"),
         ("suite/tier", "full", "the tier of suite is not the same"),
         ("suite/version", "2.0.0", "the version of suite is not the same"),
@@ -477,7 +588,24 @@ def test_two_outcomes_of_one_unit_do_not_merge(reported: Any) -> None:
     other = report.make(reported.run(), [reported.failed(results[0]), *results[1:]])
     with pytest.raises(InvalidRequestError, match=f"{results[0].id} has two outcomes in these reports: fail, pass"):
         report.merge([one, other])
-    assert report.merge([one, one])["summary"] == one["summary"]
+
+
+def test_no_run_is_merged_twice(reported: Any) -> None:
+    first, second = shards(reported, 2)
+    with pytest.raises(InvalidRequestError, match="report 1 and report 2 are the same report twice"):
+        report.merge([first, first])
+    both = report.merge([first, second])
+    with pytest.raises(InvalidRequestError, match="report 1 and report 2 are the same report twice, or have it in"):
+        report.merge([both, second])
+    both["run"]["merged"] *= 2
+    assert f"run: it was merged from the run {first['run']['id']} 2 times" in said(resealed(both))
+
+
+def test_two_runs_of_one_unit_merge(reported: Any) -> None:
+    one, other = (report.make(reported.run(), reported.all_passed()) for _ in range(2))
+    both = report.merge([one, other])
+    assert both["summary"] == one["summary"]
+    assert report.verify(both) == []
 
 
 def test_nothing_does_not_merge() -> None:
@@ -624,16 +752,12 @@ def test_git_tells_whether_the_suite_was_modified(monkeypatch: pytest.MonkeyPatc
     assert surroundings.suite_modified() is True
 
 
-class RecordedFile:
-    """A file as the metadata of an installed wheel lists it."""
-
-    def __init__(self, path: Path, content: bytes) -> None:
-        import base64
-
-        value = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        self.parts = path.parts[-2:]
-        self.hash = type("Hash", (), {"mode": "sha256", "value": value})()
-        self.locate: Callable[[], Path] = lambda: path
+def recorded(path: Path) -> PackagePath:
+    """A file of the package in `path`'s folder, as the metadata of an installed wheel lists it."""
+    value = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+    found = PackagePath(path.relative_to(path.parents[1]))
+    found.hash = FileHash(f"sha256={value}")
+    return found
 
 
 def test_the_record_of_a_wheel_tells_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -641,7 +765,7 @@ def test_the_record_of_a_wheel_tells_it_too(monkeypatch: pytest.MonkeyPatch, tmp
     package.mkdir()
     (package / "check.py").write_bytes(b"x = 1\n")
     monkeypatch.setattr(surroundings, "PACKAGE", package)
-    installed = type("Distribution", (), {"files": [RecordedFile(package / "check.py", b"x = 1\n")]})
+    installed = type("Distribution", (), {"files": [recorded(package / "check.py")]})
     monkeypatch.setattr(surroundings, "distribution", lambda _: installed)
     assert surroundings.suite_modified() is False
     (package / "check.py").write_bytes(b"x = 2\n")
