@@ -21,6 +21,13 @@ def test_each_holds_and_has_its_own_name() -> None:
         assert report.verify(document) == [], path.name
 
 
+def test_one_of_another_suite_version_says_that_its_list_is_not_checked() -> None:
+    for path in REPORTS:
+        document = report.read(path)
+        others = [text for text in report.unchecked(document) if text.startswith("the case list:")]
+        assert len(others) == (document["suite"]["version"] != report.SUITE_VERSION), path.name
+
+
 def test_each_is_conformant_and_of_a_whole_tier() -> None:
     for path in REPORTS:
         summary = report.read(path)["summary"]
