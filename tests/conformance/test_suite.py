@@ -500,9 +500,18 @@ def test_the_readmes_ten_lines_work(tmp_path: Path) -> None:
     lines = readme.split("```python\n")[1].split("```")[0]
     lines = lines.replace("my_package.kernels", "flashdispatch_backends.torch_reference")
     (tmp_path / "test_my_backend.py").write_text(lines, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "d128 or gqa_6_3 or minimum"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "d128-float16 or gqa_6_3 or minimum",
+    ]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=240)
-    assert "2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_minimum_says_when_no_declared_device_is_here(register: Register) -> None:
