@@ -62,7 +62,8 @@ def backends(names: str) -> tuple[tuple[str, ...], dict[str, str]]:
         raise InvalidRequestError("name a backend: --backend NAME, NAME,NAME or all")
     for name in asked:
         if name not in known:
-            raise UnknownBackendError(unknown_backend(name, "--backend", list(known)))
+            own = "\n  a backend that a file of yours registers: add --plugin MODULE, the file's name without .py"
+            raise UnknownBackendError(unknown_backend(name, "--backend", list(known)) + own)
         if name in missing:
             raise NotHereError(f"{name} can't be tested here:\n  {missing[name]}")
     return asked, {}

@@ -22,7 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fd-device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
     group.addoption("--fd-report", metavar="DIR", help="write the report there at the end")
     group.addoption("--fd-waivers", metavar="FILE", help="known faults, as TOML")
-    group.addoption("--fd-timeout", metavar="SECONDS", type=float, default=120.0, help="what one unit may take")
+    group.addoption(
+        "--fd-timeout", metavar="SECONDS", type=float, help="what one unit may take (120 on a GPU, 900 on a CPU)"
+    )
     group.addoption(
         "--fd-plugin", metavar="MODULE", action="append", default=[], help="a module that registers a backend"
     )

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from pebble import ProcessFuture, ProcessPool
 
 TIMEOUT = 120.0
-"""Seconds that one unit may take, compiling included."""
+"""Seconds that one unit may take on a GPU, compiling included."""
+
+CPU_TIMEOUT = 900.0
+"""Seconds that one unit may take on a CPU, where the largest ones take minutes."""
 
 GPU_BYTES = 3 * 2**29
 """GPU memory for one child: its CUDA context, what PyTorch may keep between units, and a unit's own tensors."""
@@ -56,7 +59,8 @@ class Settings:
     backend: str
     device: torch.device
     seed: int = 0
-    timeout: float = TIMEOUT
+    timeout: float | None = None
+    """Seconds that one unit may take; None: `timeout_for` the device."""
     workers: int | None = None
     """Child processes; None: as many as the machine has room for."""
     plugins: tuple[str, ...] = ()
@@ -104,6 +108,11 @@ def _kernel(unit: Unit) -> tuple[object, ...]:
     scores = (mask, case.alibi, case.sinks, case.softcap is not None, case.dropout_p > 0)
     lengths = (case.q_lens is not None, case.kv_lens is not None)
     return (unit.dtype, case.dims, band, scores, lengths, bool(case.grads), case.deterministic)
+
+
+def timeout_for(device: torch.device) -> float:
+    """Seconds that one unit may take on `device`, if nobody says."""
+    return TIMEOUT if device.type == "cuda" else CPU_TIMEOUT
 
 
 def workers_for(device: torch.device) -> int:
@@ -168,6 +177,7 @@ class Children:
     def __init__(self, settings: Settings, count: int) -> None:
         needs("pebble", "running each check in a process of its own")
         self.settings, self.count = settings, count
+        self.timeout = timeout_for(settings.device) if settings.timeout is None else settings.timeout
         self.logs = tempfile.TemporaryDirectory(prefix="flashdispatch-conformance-")
         self.waiting: deque[Unit] = deque()
         self.given: dict[Future[Result], _Attempt] = {}
@@ -233,9 +243,9 @@ class Children:
             device=str(self.settings.device),
             seed=self.settings.seed,
             log=attempt.log,
-            timeout=self.settings.timeout,
+            timeout=self.timeout,
         )
-        return self.pool.schedule(worker.run, args=(task,), timeout=self.settings.timeout)
+        return self.pool.schedule(worker.run, args=(task,), timeout=self.timeout)
 
     def _take(self, future: Future[Result]) -> Result | None:
         """The result of what was given to a child; None when it is to be tried again."""
@@ -259,8 +269,8 @@ class Children:
             return worker.failed(unit, backend, f"its process {_ended(error.exitcode)}{log.where}", *log.tail)
         except TimeoutError:
             log = _Log.read(attempt.log)
-            said = f"no result within {self.settings.timeout:g} s: its process was ended{log.where}"
-            return worker.failed(unit, backend, said, *log.tail, seconds=self.settings.timeout)
+            said = f"no result within {self.timeout:g} s: its process was ended{log.where}; --timeout gives it more"
+            return worker.failed(unit, backend, said, *log.tail, seconds=self.timeout)
         except UnknownBackendError as error:
             raise UnknownBackendError(
                 f"{error}\n  the child processes of this run don't know it: if it is registered at run time, name the "

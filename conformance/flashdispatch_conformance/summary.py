@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -222,9 +223,13 @@ def _tensor(stats: Stats) -> dict[str, Any]:
     return found
 
 
+_IN_A_FOLDER = re.compile(r'File "[^"\n]*?/((?:[^/"\n]+/){0,2}[^/"\n]+)"')
+"""A file in a traceback; of its folders a report keeps two, for the others are those of whoever made it."""
+
+
 def _shortened(message: str) -> str:
     """A message as a report has it: no longer than it need be, and nothing that UTF-8 has no form for."""
-    message = message.encode(errors="backslashreplace").decode()
+    message = _IN_A_FOLDER.sub(r'File "\1"', message.encode(errors="backslashreplace").decode())
     if len(message) <= MESSAGE_LIMIT:
         return message
     half = MESSAGE_LIMIT // 2

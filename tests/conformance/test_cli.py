@@ -245,6 +245,15 @@ def test_what_is_not_understood_exits_with_2(command: Command, args: tuple[str, 
     assert not Path("conformance-report").exists()
 
 
+def test_a_folder_that_can_not_be_written_is_said_before_anything_runs(command: Command, tmp_path: Path) -> None:
+    taken = tmp_path / "a_file"
+    taken.write_text("mine", encoding="utf-8")
+    ran = command("run", "--backend", "torch_reference", "--device", "cpu", "-k", UNIT, "-o", str(taken))
+    assert ran.code == 2
+    assert "can't write reports in" in " ".join((ran.out + ran.err).split())
+    assert taken.read_text(encoding="utf-8") == "mine"
+
+
 def test_what_is_not_here_exits_with_3_and_the_reasons(command: Command, mine: AddMine) -> None:
     mine(requires=("a-distribution-that-nobody-has>=1",))
     ran = command("run", "--backend", "mine", "--plugin", "mine")

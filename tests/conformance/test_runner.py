@@ -101,6 +101,10 @@ def results(chaos: Settings) -> dict[str, Result]:
     return {result.id: result for result in runner.run([*everything, Unit(alone, torch.float16)], chaos)}
 
 
+def test_a_cpu_gives_a_unit_more_time_than_a_gpu() -> None:
+    assert runner.timeout_for(CPU) > runner.timeout_for(torch.device("cuda"))
+
+
 def test_every_unit_has_one_result(results: dict[str, Result]) -> None:
     assert len(results) == 13
 

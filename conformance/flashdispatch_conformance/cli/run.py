@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,8 +74,14 @@ def run(
         float, typer.Option(min=0.0, help="Minutes of random cases after all others.", rich_help_panel=_WHAT)
     ] = 0.0,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that one unit may take.", rich_help_panel=_HOW)
-    ] = 120.0,
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Seconds that one unit may take.",
+            show_default="120 on a GPU, 900 on a CPU",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option(
@@ -120,6 +127,7 @@ def run(
     if not selection.units():
         raise typer.BadParameter("these options leave no unit of the tier: see `list -k`", param_hint="-k, --dtype")
     waived = _waivers(waivers)
+    _writable(output)
     documents, codes = [], []
     for name in names:
         settings = Settings(
@@ -241,6 +249,16 @@ def _waivers(path: Path | None) -> Waivers:
         return waivers.read(path)
     except OSError as error:
         raise typer.BadParameter(f"{path} can't be read: {error.strerror or error}", param_hint="--waivers") from error
+
+
+def _writable(folder: Path) -> None:
+    """Says before anything runs that no report can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"can't write reports in {folder}: {error.strerror}", param_hint="-o") from error
 
 
 def _without_folders(argument: str) -> str:
