@@ -61,11 +61,13 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, torch.dt
 
 PAIRS = 130_000
 """Most pairs of query and key, over batch and heads, that are interpreted in seconds. The GPU has the others."""
+SHORT = [case for case in NAMED if case.batch * case.heads[0] * case.seqlens[0] * case.seqlens[1] <= PAIRS]
 INTERPRETABLE = [
     (case, dtype)
     for dtype in DTYPES
-    for case in NAMED
-    if DTYPE_NAMES[dtype] in case.dtypes and case.batch * case.heads[0] * case.seqlens[0] * case.seqlens[1] <= PAIRS
+    for at, case in enumerate(SHORT)
+    # float32 is the same code with other products: every other case will do.
+    if DTYPE_NAMES[dtype] in case.dtypes and (dtype == torch.float16 or at % 2 == 0 or "float16" not in case.dtypes)
 ]
 
 
