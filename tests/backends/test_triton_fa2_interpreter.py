@@ -59,7 +59,7 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, torch.dt
     pool.shutdown(cancel_futures=True)
 
 
-PAIRS = 130_000
+PAIRS = 60_000
 """Most pairs of query and key, over batch and heads, that are interpreted in seconds. The GPU has the others."""
 SHORT = [case for case in NAMED if case.batch * case.heads[0] * case.seqlens[0] * case.seqlens[1] <= PAIRS]
 INTERPRETABLE = [

