@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashdispatch_conformance.case import Case, Part
-from flashdispatch_conformance.inputs import Inputs, bshd
+from flashdispatch_conformance.inputs import Inputs, as_truth
 from flashdispatch_conformance.oracle import inside_band, length
 from flashdispatch_conformance.result import Result
 from flashdispatch_conformance.tolerance import Expected, expect
@@ -129,9 +129,8 @@ class _CaseCheck:
             return
         self._seen.setdefault(name, tensor)
         expected = self.expected()[name]
-        if name in ("out", "dq", "dk", "dv"):
-            tensor = bshd(tensor, self.case.layout)
-        elif name == "dattn_mask":
+        tensor = as_truth(name, tensor, self.case.layout)
+        if name == "dattn_mask":
             tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
         first = tensor if self.case.distinct is None else tensor[: self.case.distinct]
         self.trial.judge(name, first, expected, f"{part} call")

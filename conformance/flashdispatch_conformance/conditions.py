@@ -20,7 +20,7 @@ from torch import Tensor
 import flashdispatch
 from flashdispatch_conformance.case import Case, Part
 from flashdispatch_conformance.check import BF16, F16, Check
-from flashdispatch_conformance.inputs import Inputs, bshd
+from flashdispatch_conformance.inputs import Inputs, as_truth
 from flashdispatch_conformance.result import NotRun
 from flashdispatch_conformance.tolerance import expect
 from flashdispatch_conformance.trial import NotRunError, Trial, backward, same_bits
@@ -65,8 +65,7 @@ def _compare(trial: Trial, inputs: Inputs, got: Got, plain: Got, said: str) -> N
             trial.fail(f"{name} is not bitwise that of a plain call {said}: {off} of {tensor.numel()} elements")
         else:
             expected = expected or expect(inputs.problem, *inputs.canonical())
-            layout = inputs.case.layout
-            trial.judge(name, bshd(tensor, layout) if name in ("dq", "dk", "dv") else tensor, expected[name], said)
+            trial.judge(name, as_truth(name, tensor, inputs.case.layout), expected[name], said)
 
 
 def _values_of(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -82,7 +81,7 @@ def _second_shape(trial: Trial) -> None:
     got = _run(trial, other, part)
     expected = expect(other.problem, *other.canonical())
     for name, tensor in got.items():
-        trial.judge(name, bshd(tensor, CASE.layout) if name != "lse" else tensor, expected[name], "second shape")
+        trial.judge(name, as_truth(name, tensor, CASE.layout), expected[name], "second shape")
     _compare(trial, first, _run(trial, first, part), before, "after another shape")
 
 
@@ -307,7 +306,7 @@ def _second_device(trial: Trial) -> None:
     for name, tensor in got.items():
         if tensor.device != other:
             trial.fail(f"{name} is on {tensor.device}, the inputs on {other}")
-        trial.judge(name, bshd(tensor, CASE.layout) if name != "lse" else tensor, expected[name], f"on {other}")
+        trial.judge(name, as_truth(name, tensor, CASE.layout), expected[name], f"on {other}")
 
 
 def _compile(trial: Trial) -> None:

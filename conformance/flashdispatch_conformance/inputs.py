@@ -129,6 +129,11 @@ def bshd(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.transpose(1, 2) if layout == "bhsd" else tensor
 
 
+def as_truth(name: str, tensor: Tensor, layout: Layout) -> Tensor:
+    """A result of a call in the order of the truth: out, dq, dk and dv in (B, S, H, D), all others as they are."""
+    return bshd(tensor, layout) if name in ("out", "dq", "dk", "dv") else tensor
+
+
 def fp32_precision(device: torch.device) -> Literal["ieee", "tf32"]:
     """What torch's own setting allows float32 products on `device` to be."""
     if device.type != "cuda":

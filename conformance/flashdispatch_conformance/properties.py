@@ -19,7 +19,7 @@ from torch import Tensor
 import flashdispatch
 from flashdispatch_conformance.case import Case, Mask
 from flashdispatch_conformance.check import Check
-from flashdispatch_conformance.inputs import Inputs, bshd
+from flashdispatch_conformance.inputs import Inputs, as_truth
 from flashdispatch_conformance.oracle import truth
 from flashdispatch_conformance.tolerance import ROUNDOFF, Expected, W, expect
 from flashdispatch_conformance.trial import Trial, same_bits
@@ -68,10 +68,7 @@ def ran(trial: Trial, case: Case, values: Values | None = None) -> _Ran | None:
     else:
         return None
     expected = expect(inputs.problem, *inputs.canonical())
-    turned = {
-        name: (bshd(x, case.layout) if name in ("out", "dq", "dk", "dv") else x).detach().cpu()
-        for name, x in got.items()
-    }
+    turned = {name: as_truth(name, x, case.layout).detach().cpu() for name, x in got.items()}
     return _Ran(inputs, turned, expected)
 
 

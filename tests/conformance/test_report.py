@@ -787,12 +787,10 @@ def test_reading_reports_loads_no_optional_package() -> None:
 
 
 def test_a_traceback_in_a_report_keeps_no_more_than_two_folders(reported: Any) -> None:
-    raised = (
-        'ValueError: no\nTraceback:\n  File "/home/me/work/package/kernels/forward.py", line 3\n  File "top.py", line 1'
-    )
+    raised = 'ValueError: no\nTraceback:\n  File "/of/mine/package/kernels/forward.py", line 3\n  File "top.py", line 1'
     odd = replace(reported.passed("named/d128", "bfloat16"), outcome="error", messages=(raised,), stats={})
     document = report.make(reported.run(), [*(r for r in reported.all_passed() if r.id != odd.id), odd])
     (entry,) = [entry for entry in document["cases"] if entry["id"] == odd.id]
     assert 'File "package/kernels/forward.py", line 3' in entry["messages"][0]
     assert 'File "top.py", line 1' in entry["messages"][0]
-    assert "/home/me" not in entry["messages"][0]
+    assert "/of/mine" not in entry["messages"][0]
