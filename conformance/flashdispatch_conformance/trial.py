@@ -12,7 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,7 +267,8 @@ def run_trial(check: str, body: Callable[[Trial], None], target: Target) -> Resu
         return trial.result(check, outcome, messages, not_run=not_run, seconds=seconds, peak_bytes=peak)
 
     try:
-        with _global_state_kept(trial):
+        # The device of the run is the current one, as it is for who uses it; condition/second_device is about another.
+        with torch.cuda.device(target.device) if cuda else nullcontext(), _global_state_kept(trial):
             body(trial)
         if cuda:
             torch.cuda.synchronize(target.device)
