@@ -1,0 +1,211 @@
+"""Which tile each kernel uses: data per architecture, head dim, mask and what else a score needs.
+
+A tile says how many queries and keys a program works on, by how many warps, and how many blocks are copied ahead. It
+changes no result beyond rounding. A call reads it when its plan is made; nothing is tuned during a call.
+
+    block_m, block_n   queries and keys of a tile
+    num_warps          warps that compute; on sm_90 TileLang adds four that copy
+    num_stages         blocks of K and V (or Q and dO) in shared memory or on their way to it
+
+`SHIPPED` says of each group whether it was measured or only compiled. A tile that ``flashdispatch tune tiles`` found on
+this GPU (`flashdispatch_registry.tile_store`) comes before the shipped one of the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from flashdispatch_registry.arch import sm_number
+from flashdispatch_registry.kernels import Tile
+from flashdispatch_registry.problem import Problem
+
+ROW_UNIT = 16
+"""Head dims are padded to multiples of it on the chip: the depth of one matrix product."""
+ROW_BLOCK = 128
+"""What the backward keeps of query rows is rounded up to multiples of it; each block_m of the dK/dV kernel divides it."""
+WARP_ROWS = 16
+"""Rows of a tile that one warp's matrix instruction makes; a row never lies in two warps."""
+
+
+class Shape(NamedTuple):
+    """A tile, by name."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, kernel: str, tile: Tile) -> Shape:
+        """A tile of `kernel` (or of a row of it) from elsewhere, checked: a kernel with another one would read and write where it must not.
+
+        Raises ValueError.
+        """
+        kernel = kernel.partition("/")[0]
+        if kernel not in KERNELS:
+            raise ValueError(f"tilelang_fa2 has no tiles for a kernel {kernel!r}; it has {', '.join(KERNELS)}")
+        if set(tile) != set(cls._fields):
+            raise ValueError(f"a tile of tilelang_fa2 has {', '.join(cls._fields)}, got {dict(tile)}")
+        shape = cls(**tile)
+        resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else shape[:2]
+        if shape.num_warps not in (4, 8, 12) or not 1 <= shape.num_stages <= 8 or streamed not in (16, 32, 64, 128):
+            raise ValueError(
+                f"num_warps is 4, 8 or 12, num_stages 1 to 8, the streamed block a power of two from 16 to 128, got {dict(tile)}"
+            )
+        if resident > 256 or resident < 1 or resident % (WARP_ROWS * shape.num_warps):
+            raise ValueError(
+                f"a program's own block has {WARP_ROWS} rows for each warp, or a multiple, up to 256, got {dict(tile)}"
+            )
+        return shape
+
+
+KERNELS = ("forward", "total", "dq", "dkdv", "dk", "dv")
+"""Those that have tiles. "dk" and "dv" are the dK/dV kernel when it makes one of them."""
+KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
+"""Kernels whose programs own keys, so that block_n stays on the chip and block_m streams."""
+
+SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+"""Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
+
+WIDTHS = (64, 128, 192, 256)
+"""Head dims that have rows; others read those of the next wider one."""
+
+
+def family(arch: str) -> str:
+    """The rows that `arch` reads: one family has the same instructions and the same shared memory."""
+    number = sm_number(arch) or 0
+    if number in (80, 87):
+        return "sm_80"
+    if number == 90:
+        return "sm_90"
+    if 100 <= number < 120:
+        return "sm_100"
+    return "sm_86"  # 99 KiB of shared memory: sm_86, sm_89, sm_120, and the careful choice for what is not known
+
+
+def padded(head_dim: int) -> int:
+    """A head dim on the chip."""
+    return -(-head_dim // ROW_UNIT) * ROW_UNIT
+
+
+def width(problem: Problem) -> int:
+    """The wider of D and Dv, as rows name it."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return next((size for size in WIDTHS if size >= widest), WIDTHS[-1])
+
+
+def key_passes(problem: Problem) -> tuple[str, ...]:
+    """How dK and dV are made: together, or, where that is too wide, in a pass each (S is made once more)."""
+    return ("dk", "dv") if width(problem) > 128 else ("dkdv",)
+
+
+def key(problem: Problem, kernel: str) -> str:
+    """What a tile depends on, as the name of a row."""
+    return _row(problem, kernel, _mask(problem))
+
+
+def _row(problem: Problem, kernel: str, mask: str) -> str:
+    return "/".join(filter(None, (kernel, family(problem.arch), f"d{width(problem)}", mask, _kind(problem))))
+
+
+MASKS = ("window", "causal", "full")
+"""Masks of position; a problem without a row of its own reads one further right."""
+
+
+def _mask(problem: Problem) -> str:
+    if problem.band.is_full:
+        return "full"
+    return "causal" if problem.band.left is None else "window"
+
+
+def _kind(problem: Problem) -> str:
+    """What a score costs: "extra" where it takes more than a product and an exponential (attn_mask, softcap)."""
+    return "extra" if problem.attn_mask or problem.softcap is not None else ""
+
+
+def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
+    """The rows that a problem may read, best first: its own, then those of plainer masks."""
+    plainer = MASKS[MASKS.index(_mask(problem)) :]
+    return tuple(_row(problem, kernel, mask) for mask in plainer)
+
+
+def look_up(problem: Problem, kernel: str, *tables: Mapping[str, Shape]) -> Shape:
+    """The tile of the best row that any table has, an earlier table first; else a small one that fits everywhere."""
+    for row in rows(problem, kernel):
+        for table in tables:
+            if row in table:
+                return table[row]
+    return _careful(problem, kernel)
+
+
+def _careful(problem: Problem, kernel: str) -> Shape:
+    """Fits the shared memory of every family, and mostly the registers, whatever else a score needs."""
+    streamed = 64 if width(problem) <= 64 else 32 if width(problem) <= 128 else 16
+    return Shape(streamed, 64, 4, 1) if kernel in KEY_KERNELS else Shape(64, streamed, 4, 1)
+
+
+def shared_bytes(problem: Problem, kernel: str, shape: Shape) -> int:
+    """What a tile takes of a block's shared memory."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else (shape.block_m, shape.block_n)
+    stays = d if kernel in ("forward", "total", "dv") else d + dv
+    flows = d if kernel == "total" else d + dv
+    return 2 * (resident * stays + streamed * shape.num_stages * flows)
+
+
+ACCUMULATOR_REGISTERS = 192
+"""Of the 240 that a computing thread has on sm_90, at most, for float32 tiles."""
+
+
+def space(problem: Problem, kernel: str) -> Iterator[Shape]:
+    """Tiles worth measuring: those whose blocks fit into shared memory, and their float32 tiles into registers."""
+    arch = family(problem.arch)
+    for resident, streamed, num_warps in product((64, 128, 192), (32, 64, 128), (4, 8, 12)):
+        rows_fit = resident == num_warps * WARP_ROWS or (resident == 128 and num_warps == 4)
+        if not rows_fit or _accumulators(problem, kernel, resident, streamed) > ACCUMULATOR_REGISTERS * 32 * num_warps:
+            continue
+        for num_stages in (1, 2, 3) if arch in ("sm_90", "sm_100") else (1,):
+            sizes = (streamed, resident) if kernel in KEY_KERNELS else (resident, streamed)
+            shape = Shape(*sizes, num_warps, num_stages)
+            if shared_bytes(problem, kernel, shape) <= SHARED_BYTES[arch]:
+                yield shape
+
+
+def _accumulators(problem: Problem, kernel: str, resident: int, streamed: int) -> int:
+    """Float32 numbers that a program adds up at a time: tiles of scores and of their gradients, and its results."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    tiles = 1 if kernel in ("forward", "total", "dv") else 2  # S, or S and dP
+    results = {"forward": dv, "total": 0, "dq": d, "dkdv": d + dv, "dk": d, "dv": dv}[kernel]
+    return tiles * resident * streamed + resident * results
+
+
+SHIPPED: Mapping[str, Shape] = {
+    # sm_90: measured on an H200, bfloat16, 16k tokens, S = 1024, 4096 and 16384
+    "forward/sm_90/d64/full": Shape(192, 128, 12, 2),
+    "forward/sm_90/d64/causal": Shape(192, 128, 12, 2),
+    "forward/sm_90/d128/full": Shape(128, 128, 8, 2),
+    "forward/sm_90/d256/full": Shape(128, 64, 8, 2),
+    "dq/sm_90/d64/full": Shape(128, 128, 8, 2),
+    "dq/sm_90/d128/full": Shape(128, 64, 8, 2),
+    "dq/sm_90/d256/full": Shape(128, 32, 8, 2),
+    "dkdv/sm_90/d64/full": Shape(64, 128, 8, 2),
+    "dkdv/sm_90/d128/full": Shape(64, 128, 8, 2),
+    # chosen by registers and spills
+    "forward/sm_90/d192/full": Shape(128, 64, 8, 2),
+    "dq/sm_90/d192/full": Shape(128, 64, 8, 2),
+    "dk/sm_90/d192/full": Shape(32, 128, 8, 2),
+    "dk/sm_90/d256/full": Shape(32, 128, 8, 2),
+    "dv/sm_90/d192/full": Shape(64, 128, 8, 2),
+    "dv/sm_90/d256/full": Shape(64, 128, 8, 2),
+    # with attn_mask or softcap
+    "forward/sm_90/d64/full/extra": Shape(128, 64, 8, 2),
+    "forward/sm_90/d128/full/extra": Shape(128, 64, 8, 2),
+    "total/sm_90/d64/full/extra": Shape(128, 64, 8, 2),
+    "total/sm_90/d128/full/extra": Shape(128, 64, 8, 2),
+    "dq/sm_90/d64/full/extra": Shape(128, 64, 8, 2),
+    "dq/sm_90/d128/full/extra": Shape(128, 32, 8, 2),
+    "dkdv/sm_90/d64/full/extra": Shape(32, 128, 8, 2),
+    "dkdv/sm_90/d128/full/extra": Shape(32, 128, 8, 2),
+}
