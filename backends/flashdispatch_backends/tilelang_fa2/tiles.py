@@ -24,7 +24,7 @@ from flashdispatch_registry.problem import Problem
 ROW_UNIT = 16
 """Head dims are padded to multiples of it on the chip: the depth of one matrix product."""
 ROW_BLOCK = 128
-"""What the backward keeps of query rows is rounded up to multiples of it; each block_m of the dK/dV kernel divides it."""
+"""What the backward keeps of query rows is rounded up to multiples of it; a block_m of the dK/dV kernel divides it."""
 WARP_ROWS = 16
 """Rows of a tile that one warp's matrix instruction makes; a row never lies in two warps."""
 
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, kernel: str, tile: Tile) -> Shape:
-        """A tile of `kernel` (or of a row of it) from elsewhere, checked: a kernel with another one would read and write where it must not.
+        """A tile of `kernel`, or of one of its rows, from elsewhere, checked: another could not be compiled or be wrong.
 
         Raises ValueError.
         """
@@ -52,7 +52,8 @@ class Shape(NamedTuple):
         resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else shape[:2]
         if shape.num_warps not in (4, 8, 12) or not 1 <= shape.num_stages <= 8 or streamed not in (16, 32, 64, 128):
             raise ValueError(
-                f"num_warps is 4, 8 or 12, num_stages 1 to 8, the streamed block a power of two from 16 to 128, got {dict(tile)}"
+                "num_warps is 4, 8 or 12, num_stages 1 to 8, the block that streams a power of two from 16 to 128, got "
+                f"{dict(tile)}"
             )
         if resident > 256 or resident < 1 or resident % (WARP_ROWS * shape.num_warps):
             raise ValueError(
