@@ -24,6 +24,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "registry/flashdispatch_registry": (),
     "backends/flashdispatch_backends": (),
     "backends/flashdispatch_backends/triton_fa2": ("triton",),
+    "backends/flashdispatch_backends/tilelang_fa2": ("tilelang",),
     "conformance/flashdispatch_conformance": ("conformance",),
 }
 """Folder -> the extras it may need beyond the core dependencies."""
