@@ -163,7 +163,7 @@ def _launch(
     recipe = Recipe(
         kernel=kernel,
         dtype=DTYPE_NAMES[problem.dtype],
-        head_dim=problem.head_dim,
+        head_dim=problem.head_dim if scored else problem.head_dim_v,
         head_dim_v=problem.head_dim_v,
         shape=shape,
         tma=scored and (sm_number(problem.arch) or 0) >= 90 and all(map(fits_tma, loaded)),

@@ -155,7 +155,7 @@ def total(recipe: Recipe) -> Any:
     ):
         with T.Kernel(T.ceildiv(seqlen_q, block_m) * Hq * batch, threads=32 * num_warps) as pid:
             if recipe.tma:
-                share_out_registers(recipe)
+                share_out_registers(num_warps, block_m * block_n)
             Q = T.alloc_shared([block_m, D], dtype)
             K = T.alloc_shared([block_n, D], dtype)
             S = T.alloc_fragment([block_m, block_n], "float32")
@@ -242,7 +242,7 @@ def dq(recipe: Recipe) -> Any:
     ):
         with T.Kernel(T.ceildiv(seqlen_q, block_m) * Hq * batch, threads=32 * num_warps) as pid:
             if recipe.tma:
-                share_out_registers(recipe)
+                share_out_registers(num_warps, block_m * D)
             Q = T.alloc_shared([block_m, D], dtype)
             dO = T.alloc_shared([block_m, DV], dtype)
             K = T.alloc_shared([block_n, D], dtype)
@@ -364,7 +364,7 @@ def dkdv(recipe: Recipe) -> Any:
     ):
         with T.Kernel(T.ceildiv(seqlen_k, block_n) * Hkv * batch, threads=32 * num_warps) as pid:
             if recipe.tma:
-                share_out_registers(recipe)
+                share_out_registers(num_warps, block_n * max(D if with_dk else 0, DV if with_dv else 0))
             K = T.alloc_shared([block_n, D], dtype)
             V = T.alloc_shared([block_n, DV], dtype) if with_dk else None
             Q = T.alloc_shared([block_m, D], dtype)

@@ -23,6 +23,7 @@ from tilelang import tvm
 from flashdispatch_backends.tilelang_fa2.backward import delta, dkdv, dq, total
 from flashdispatch_backends.tilelang_fa2.forward import forward
 from flashdispatch_backends.tilelang_fa2.recipe import Recipe
+from flashdispatch_backends.tilelang_fa2.scores import ROUNDED
 from flashdispatch_registry.errors import ColdKernelError
 
 KERNELS: dict[str, Callable[[Any], Any]] = {
@@ -75,9 +76,10 @@ _built: dict[tuple[Recipe, int], Any] = {}
 
 def build(recipe: Recipe, arch: int) -> Any:
     """Compiles for compute capability `arch`, or finds it compiled; needs no GPU. Returns TileLang's JITKernel."""
+    recipe = suited(recipe, arch)
     kernel = _built.get((recipe, arch))
     if kernel is None:
-        func = program(suited(recipe, arch))
+        func = program(recipe)
         with _quiet(f"compiling {recipe} for {target(arch)}"):
             kernel = tilelang.compile(
                 func, target=target(arch), execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS, verbose=_verbose()
@@ -128,7 +130,9 @@ def _smallest(func: Any, device: torch.device) -> list[Any]:
     """Arguments of the smallest launch, with sizes of 1: the only way to have a kernel loaded before it is needed."""
 
     def size(extent: Any) -> int:
-        return int(extent) if isinstance(extent, tvm.tirx.IntImm) else 1
+        if isinstance(extent, tvm.tirx.IntImm):
+            return int(extent)
+        return 4 if extent.name == ROUNDED else 1
 
     def argument(parameter: Any) -> Any:
         if parameter not in func.buffer_map:

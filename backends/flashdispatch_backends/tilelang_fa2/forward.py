@@ -31,7 +31,7 @@ masks           Position and tails only in blocks that the window's left edge, t
                 the product, not into the accumulator before it: a scale of 0 or below, or a softcap, would turn a -inf
                 that is there before into something else. A row that has seen no key has m = -inf, and subtracts 0.
 kept            m, l, acc on the chip; LSE for the backward, which recomputes P from it.
-hardware        T.gemm becomes wgmma on sm_90, mma.sync before, tcgen05 on sm_100. P goes to the second product in
+hardware        T.gemm becomes wgmma on sm_90, and mma.sync before and after. P goes to the second product in
                 registers. K and V arrive by TMA on sm_90; what TMA can't take is loaded by all threads (`load`).
 the tail        Rows past a sequence's length are stored as out = 0 and LSE = -inf; nothing is written past its end.
 """
@@ -92,7 +92,7 @@ def forward(recipe: Recipe) -> Any:
     ):
         with T.Kernel(T.ceildiv(seqlen_q, block_m) * Hq * batch, threads=32 * num_warps) as pid:
             if recipe.tma:
-                share_out_registers(recipe)
+                share_out_registers(num_warps, block_m * DV)
             Q = T.alloc_shared([block_m, D], dtype)
             K = T.alloc_shared([block_n, D], dtype)
             V = T.alloc_shared([block_n, DV], dtype)

@@ -195,9 +195,14 @@ def launch_all(kernels: Sequence[BoundKernel], tensors: Mapping[str, Tensor | No
             union |= tensor.data_ptr()
             if loads_by_tma:
                 at[name] = as_tma_reads(tensor)
+    aligned = not union % ALIGNMENT
+    if aligned not in kernels[0].starters:
+        recipes = [kernel.launch.on(aligned).recipe for kernel in kernels]
+        compile_in_threads(recipes, kernels[0].index)  # side by side; one after the other they are found below
     for kernel in kernels:
         launch = kernel.launch
-        kernel.starter(not union % ALIGNMENT)(*[at[name] for name in launch.tensors], *launch.numbers)
+        start = kernel.starters.get(aligned) or kernel.starter(aligned)
+        start(*[at[name] for name in launch.tensors], *launch.numbers)
 
 
 def bound_forward(

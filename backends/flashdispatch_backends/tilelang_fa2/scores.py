@@ -24,6 +24,8 @@ from flashdispatch_backends.tilelang_fa2.recipe import Recipe
 
 LOG2E = 1.4426950408889634
 INF = T.infinity("float32")
+ROUNDED = "rounded"
+"""The size of a kernel's argument whose smallest is not 1: TMA wants rows of 16 bytes."""
 FULL_ROW = T.GemmWarpPolicy.FullRow
 """A row of scores lies in one warp: its largest and its sum need no other."""
 
@@ -47,7 +49,7 @@ def numbers_of_rows(recipe: Recipe, batch: Any, heads: Any) -> Any:
 
     LSE is +inf and Delta 0 for a row that sees no key, past a sequence's end, and for what was rounded up.
     """
-    return T.Tensor([batch, heads, 3 if recipe.natural else 2, T.dynamic("rounded")], "float32")
+    return T.Tensor([batch, heads, 3 if recipe.natural else 2, T.dynamic(ROUNDED)], "float32")
 
 
 def integers(given: bool) -> Any:
@@ -102,14 +104,16 @@ def _load_one_by_one(source: Any, tile: Any, b: Any, start: Any, row: Any, head:
 
 
 @T.macro
-def share_out_registers(recipe: Recipe) -> None:
-    """Gives registers of the warps that copy to those that compute. With four of these, two programs fit side by side.
+def share_out_registers(num_warps: int, accumulated: int) -> None:
+    """Gives registers of the warps that copy to those that compute; `accumulated` are float32 numbers of one result.
 
-    A multiprocessor has 65536; numbers are per thread, of 128 that copy and 32 * num_warps that compute.
+    A multiprocessor has 65536 registers. With four warps that compute and four that copy, two programs fit side by
+    side, unless one product alone needs more than the 128 a thread that each begins with.
     """
+    two = num_warps == 4 and accumulated <= 64 * 128
     T.annotate_producer_reg_dealloc(24)
-    T.annotate_consumer_reg_alloc({4: 232, 8: 240, 12: 160}[recipe.shape.num_warps])
-    if recipe.shape.num_warps == 4:
+    T.annotate_consumer_reg_alloc(160 if num_warps == 12 else 232 if two else 240)
+    if two:
         T.annotate_min_blocks_per_sm(2)
 
 
