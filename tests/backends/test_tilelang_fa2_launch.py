@@ -584,7 +584,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(recipe, argument, argument, ...) of every launch; nothing is compiled."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launching, "compiled", lambda recipe, _: lambda *given: seen.append((recipe, *given)))
-    monkeypatch.setattr(launching, "compile_in_threads", lambda recipes, _: None)
+    monkeypatch.setattr(launching, "compile_in_threads", lambda *_: None)
     return seen
 
 
