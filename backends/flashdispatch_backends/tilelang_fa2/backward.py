@@ -334,6 +334,8 @@ def dkdv(recipe: Recipe) -> Any:
     D, DV, dtype, natural, packed = recipe.block_d, recipe.block_dv, recipe.dtype, recipe.natural, recipe.packed
     with_dk, with_dv = "dk" in recipe.outputs, "dv" in recipe.outputs
     moves = recipe.tma and recipe.q_lens  # what TMA reads past a given length may be NaN
+    copied = recipe.tma and not moves  # TMA takes a block of numbers whose first is at a multiple of 16 bytes
+    numbers = 3 if natural else 2
     B, Sq, Sk, Hq, Hkv = T.dynamic("B, Sq, Sk, Hq, Hkv")
 
     @T.prim_func
@@ -376,7 +378,10 @@ def dkdv(recipe: Recipe) -> Any:
             dST = T.alloc_fragment([block_n, block_m], dtype) if with_dk else None
             acc_k = T.alloc_fragment([block_n, D], "float32") if with_dk else None
             acc_v = T.alloc_fragment([block_n, DV], "float32") if with_dv else None
-            of_rows = T.alloc_shared([3 if natural else 2, block_m], "float32")
+            of_rows = T.alloc_shared([numbers, block_m], "float32") if copied else None
+            LSE = None if copied else T.alloc_fragment([block_m], "float32")
+            Delta = None if copied or not with_dk else T.alloc_fragment([block_m], "float32")
+            share = T.alloc_fragment([block_m], "float32") if natural and not copied else None
 
             blocks = T.alloc_var("int32", init=T.ceildiv(seqlen_k, block_n))
             block, bh_of_program = work_of_program(pid, blocks, Hkv * batch, heads_at_once)
@@ -407,7 +412,20 @@ def dkdv(recipe: Recipe) -> Any:
                 h = kv * group + T.truncdiv(n, count)
                 edge = (begin + T.truncmod(n, count)) * block_m
                 row = block_at(edge, q_len, block_m) if moves else edge
-                T.copy(rows[b_at, h, 0 : of_rows.shape[0], q_start + row : q_start + row + block_m], of_rows)
+                if copied:
+                    T.copy(rows[b, h, 0:numbers, row : row + block_m], of_rows)
+                else:
+                    for i in T.Parallel(block_m):  # before the products, which hide how long it takes
+                        inside = (row + i >= 0) & (row + i < q_len)
+                        LSE[i] = T.if_then_else(inside, rows[b_at, h, 0, q_start + row + i], INF)
+                    if with_dk:
+                        for i in T.Parallel(block_m):
+                            inside = (row + i >= 0) & (row + i < q_len)
+                            Delta[i] = T.if_then_else(inside, rows[b_at, h, 1, q_start + row + i], 0.0)
+                    if natural:
+                        for i in T.Parallel(block_m):
+                            inside = (row + i >= 0) & (row + i < q_len)
+                            share[i] = T.if_then_else(inside, rows[b_at, h, 2, q_start + row + i], 0.0)
                 load(recipe, q, Q, b_at, q_start, row, h, q_len, recipe.head_dim)
                 T.gemm(K, Q, ST, transpose_B=True, policy=FULL_ROW, clear_accum=True)  # FA-2 Algorithm 2 line 11
                 load(recipe, dout, dO, b_at, q_start, row, h, q_len, recipe.head_dim_v)
@@ -426,16 +444,18 @@ def dkdv(recipe: Recipe) -> Any:
                         visible = inside & (first + j >= p - left) & (first + j <= p + right)
                         ST[j, i] = T.if_then_else(visible, ST[j, i], -INF)
                 for j, i in T.Parallel(block_n, block_m):
-                    ST[j, i] = power(recipe, scaled(recipe, ST[j, i], scale) - of_rows[0, i])  # line 12
+                    at = of_rows[0, i] if copied else LSE[i]
+                    ST[j, i] = power(recipe, scaled(recipe, ST[j, i], scale) - at)  # line 12
                 if natural:
                     for j, i in T.Parallel(block_n, block_m):
-                        ST[j, i] = ST[j, i] * of_rows[2, i]
+                        ST[j, i] = ST[j, i] * (of_rows[2, i] if copied else share[i])
                 if with_dv:
                     T.copy(ST, PT)
                     T.gemm(PT, dO, acc_v, policy=FULL_ROW)  # line 13
                 if with_dk:
                     for j, i in T.Parallel(block_n, block_m):
-                        dPT[j, i] = ST[j, i] * (dPT[j, i] - of_rows[1, i])  # line 15
+                        at = of_rows[1, i] if copied else Delta[i]
+                        dPT[j, i] = ST[j, i] * (dPT[j, i] - at)  # line 15
                     if recipe.softcap:
                         for j, i in T.Parallel(block_n, block_m):
                             dPT[j, i] = dPT[j, i] * (1.0 - tanh[j, i] * tanh[j, i])
