@@ -174,11 +174,14 @@ def _launch(
         natural=_natural(problem),
         plain=not scored or _plain(problem),
         outputs=outputs,
+        lse=kernel != "forward" or problem.return_lse or problem.needs_backward,
         dlse=with_dlse,
     )
     absent = {name for name, tensor in given.items() if tensor is None} | ({"dk", "dv"} - set(outputs))
     if not with_dlse:
         absent.add("dlse")
+    if not recipe.lse:
+        absent.add("lse")
     return Launch(
         recipe,
         tuple(0 if name in absent else name for name in TENSORS[kernel]),

@@ -62,7 +62,7 @@ from flashdispatch_backends.tilelang_fa2.scores import (
 
 
 def forward(recipe: Recipe) -> Any:
-    """The kernel that fills out (B, Sq, Hq, Dv) and lse (B, Hq, Sq)."""
+    """The kernel that fills out (B, Sq, Hq, Dv) and, where asked to, lse (B, Hq, Sq)."""
     block_m, block_n, num_warps, num_stages = recipe.shape
     D, DV, dtype, natural, packed = recipe.block_d, recipe.block_dv, recipe.dtype, recipe.natural, recipe.packed
     B, Sq, Sk, Hq, Hkv = T.dynamic("B, Sq, Sk, Hq, Hkv")
@@ -73,7 +73,7 @@ def forward(recipe: Recipe) -> Any:
         k: rows_of_heads("k", B, Sk, Hkv, recipe.head_dim, dtype),
         v: rows_of_heads("v", B, Sk, Hkv, recipe.head_dim_v, dtype),
         out: rows_of_heads("out", B, Sq, Hq, recipe.head_dim_v, dtype),
-        lse: T.Tensor([B, Hq, Sq], "float32"),
+        lse: T.Tensor([B, Hq, Sq], "float32") if recipe.lse else T.int32,
         mask: mask_of(recipe),
         q_lens: integers(recipe.q_lens),
         kv_lens: integers(recipe.kv_lens),
@@ -181,8 +181,9 @@ def forward(recipe: Recipe) -> Any:
                 for i, j in T.Parallel(block_m, DV):
                     if (first + i < q_end) & (j < recipe.head_dim_v):
                         out[b_at, q_start + first + i, h, j] = acc[i, j]
-            for i in T.Parallel(block_m):
-                if first + i < q_end:
-                    lse[b_at, h, q_start + first + i] = base[i]
+            if recipe.lse:
+                for i in T.Parallel(block_m):
+                    if first + i < q_end:
+                        lse[b_at, h, q_start + first + i] = base[i]
 
     return forward_kernel

@@ -218,25 +218,29 @@ def bound_forward(
     starters, saves, dtype, empty = kernel.starters, problem.needs_backward, q.dtype, empty_on(q.device)
     out_shape = (*q.shape[:3], problem.head_dim_v)
     out_strides = output_strides(out_shape, q.stride(), problem.layout)
-    rows = rows_of(q)
+    rows, with_lse = rows_of(q), kernel.launch.recipe.lse
     nothing = not (math.prod(out_shape) and k.shape[1])
     alone = all(extra is None for extra in extras)
     tail = (*kernel.launch.tensors[5:], *kernel.launch.numbers)  # where these five are all the tensors there are
 
     def run(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-        given, out, lse = (q, k, v), empty(out_shape, out_strides, dtype), empty(*rows)
+        given, out = (q, k, v), empty(out_shape, out_strides, dtype)
+        lse = empty(*rows) if with_lse else None
         if nothing:
             out.zero_()
-            lse.fill_(-math.inf)
+            if lse is not None:
+                lse.fill_(-math.inf)
         elif alone:
             if restride:
                 q, k, v = as_tma_reads(q), as_tma_reads(k), as_tma_reads(v)
             aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
             start = starters.get(aligned) or kernel.starter(aligned)
-            start(q, k, v, out, lse, *tail)
+            start(q, k, v, out, 0 if lse is None else lse, *tail)
         else:
             launch_all([kernel], {"q": q, "k": k, "v": v, "out": out, "lse": lse, **tensors_of(extras)})
-        return Forward(out, lse, (*given, out, lse, *extras.given(problem)) if saves else ())
+        if not saves or lse is None:
+            return Forward(out, lse, ())
+        return Forward(out, lse, (*given, out, lse, *extras.given(problem)))
 
     return run
 

@@ -34,6 +34,8 @@ class Recipe:
     """A score is scale * q.k with scale > 0, and nothing else."""
     outputs: tuple[str, ...] = ()
     """Of the dK/dV kernel: which of "dk" and "dv" it makes."""
+    lse: bool = True
+    """The forward writes the LSE."""
     dlse: bool = False
     """The LSE has a gradient."""
 
