@@ -624,6 +624,22 @@ def test_the_forward_is_given_its_tensors_and_then_its_numbers(started: list[Any
     assert [x is y for x, y in zip(saved, (q, k, v, out, lse), strict=True)] == [True] * 5
 
 
+@pytest.mark.parametrize(
+    ("changes", "made"),
+    [({}, True), ({"return_lse": True, "needs_grad": ()}, True), ({"needs_grad": ()}, False)],
+    ids=str,
+)
+def test_the_lse_is_made_where_the_call_or_its_backward_asks_for_it(
+    changes: dict[str, Any], made: bool, started: list[Any]
+) -> None:
+    q, k, v = qkv(device="cpu")
+    result = bound_forward(problem(**changes), q, k, v, Extras(), TileLangFA2().shape)(q, k, v, Extras())
+    ((recipe, *given),) = started
+    assert (recipe.lse, isinstance(given[4], torch.Tensor), result.lse is not None) == (made, made, made)
+    assert len(given) == len(TENSORS["forward"]) + len(NUMBERS["forward"])
+    assert bool(result.saved) == problem(**changes).needs_backward
+
+
 def test_extras_go_to_the_places_of_their_names(started: list[Any]) -> None:
     q, k, v = qkv(device="cpu")
     lens = torch.tensor([256, 9], dtype=torch.int32)
