@@ -54,13 +54,15 @@ from flashdispatch_backends.tilelang_fa2.scores import (
     blocks_in,
     finish_scores,
     integers,
-    length_of,
+    key_blocks,
     load,
     mask_of,
     numbers_of_rows,
     power,
+    query_blocks,
     rows_of_heads,
     scaled,
+    sequence,
     share_out_registers,
     staged,
     work_of_program,
@@ -93,8 +95,7 @@ def delta(recipe: Recipe) -> Any:
             blocks = T.alloc_var("int32", init=blocks_in(rows.shape[3], block_m))
             b = T.alloc_var("int32", init=T.truncdiv(block, blocks))
             first = T.alloc_var("int32", init=T.truncmod(block, blocks) * block_m)
-            q_len = T.alloc_var("int32", init=length_of(q_lens, recipe.q_lens, b, seqlen_q))
-            q_start = T.alloc_var("int32", init=q_starts[b] if packed else 0)
+            q_start, q_len, _q_end = sequence(q_starts, q_lens, packed, recipe.q_lens, b, seqlen_q)
             q_end = T.alloc_var("int32", init=q_len if packed else rows.shape[3])
             b_at = T.alloc_var("int32", init=0 if packed else b)
             Delta = T.alloc_var("float32")
@@ -165,23 +166,14 @@ def total(recipe: Recipe) -> Any:
             rowsum = T.alloc_fragment([block_m], "float32")
 
             blocks = T.alloc_var("int32", init=T.ceildiv(seqlen_q, block_m))
-            block, bh_of_program = work_of_program(pid, blocks, Hq * batch, heads_at_once)
+            block, b, h = work_of_program(pid, blocks, Hq, batch, heads_at_once)
             first = T.alloc_var("int32", init=(blocks - 1 - block) * block_m)
-            bh = T.alloc_var("int32", init=bh_of_program)
-            b = T.alloc_var("int32", init=T.truncdiv(bh, Hq))
-            h = T.alloc_var("int32", init=T.truncmod(bh, Hq))
             kv = T.alloc_var("int32", init=T.truncdiv(h, group))
-            q_len = T.alloc_var("int32", init=length_of(q_lens, recipe.q_lens, b, seqlen_q))
-            kv_len = T.alloc_var("int32", init=length_of(kv_lens, recipe.kv_lens, b, seqlen_k))
-            q_start = T.alloc_var("int32", init=q_starts[b] if packed else 0)
-            k_start = T.alloc_var("int32", init=k_starts[b] if packed else 0)
+            q_start, q_len, _q_end = sequence(q_starts, q_lens, packed, recipe.q_lens, b, seqlen_q)
+            k_start, kv_len, _k_end = sequence(k_starts, kv_lens, packed, recipe.kv_lens, b, seqlen_k)
             b_at = T.alloc_var("int32", init=0 if packed else b)
-
             shift = T.alloc_var("int32", init=T.if_then_else(top_left != 0, 0, kv_len - q_len))
-            last = T.alloc_var("int32", init=T.min(first + block_m, q_len) - 1)
-            begin = T.alloc_var("int32", init=T.truncdiv(T.max(first + shift - left, 0), block_n))
-            end = T.alloc_var("int32", init=blocks_in(T.min(kv_len, last + shift + right + 1), block_n))
-            count = T.alloc_var("int32", init=T.max(T.if_then_else(first < q_len, end - begin, 0), 1))
+            _last, begin, count = key_blocks(first, q_len, kv_len, shift, left, right, block_m, block_n)
 
             for i in T.Parallel(block_m):
                 LSE[i] = T.if_then_else(first + i < q_len, rows[b_at, h, 0, q_start + first + i], INF)
@@ -257,24 +249,14 @@ def dq(recipe: Recipe) -> Any:
             share = T.alloc_fragment([block_m], "float32") if natural else None
 
             blocks = T.alloc_var("int32", init=T.ceildiv(seqlen_q, block_m))
-            block, bh_of_program = work_of_program(pid, blocks, Hq * batch, heads_at_once)
+            block, b, h = work_of_program(pid, blocks, Hq, batch, heads_at_once)
             first = T.alloc_var("int32", init=(blocks - 1 - block) * block_m)
-            bh = T.alloc_var("int32", init=bh_of_program)
-            b = T.alloc_var("int32", init=T.truncdiv(bh, Hq))
-            h = T.alloc_var("int32", init=T.truncmod(bh, Hq))
             kv = T.alloc_var("int32", init=T.truncdiv(h, group))
-            q_len = T.alloc_var("int32", init=length_of(q_lens, recipe.q_lens, b, seqlen_q))
-            kv_len = T.alloc_var("int32", init=length_of(kv_lens, recipe.kv_lens, b, seqlen_k))
-            q_start = T.alloc_var("int32", init=q_starts[b] if packed else 0)
-            k_start = T.alloc_var("int32", init=k_starts[b] if packed else 0)
-            q_end = T.alloc_var("int32", init=q_len if packed else seqlen_q)
+            q_start, q_len, q_end = sequence(q_starts, q_lens, packed, recipe.q_lens, b, seqlen_q)
+            k_start, kv_len, _k_end = sequence(k_starts, kv_lens, packed, recipe.kv_lens, b, seqlen_k)
             b_at = T.alloc_var("int32", init=0 if packed else b)
-
             shift = T.alloc_var("int32", init=T.if_then_else(top_left != 0, 0, kv_len - q_len))
-            last = T.alloc_var("int32", init=T.min(first + block_m, q_len) - 1)
-            begin = T.alloc_var("int32", init=T.truncdiv(T.max(first + shift - left, 0), block_n))
-            end = T.alloc_var("int32", init=blocks_in(T.min(kv_len, last + shift + right + 1), block_n))
-            count = T.alloc_var("int32", init=T.max(T.if_then_else(first < q_len, end - begin, 0), 1))
+            last, begin, count = key_blocks(first, q_len, kv_len, shift, left, right, block_m, block_n)
 
             for i in T.Parallel(block_m):
                 LSE[i] = T.if_then_else(first + i < q_len, rows[b_at, h, 0, q_start + first + i], INF)
@@ -384,23 +366,13 @@ def dkdv(recipe: Recipe) -> Any:
             share = T.alloc_fragment([block_m], "float32") if natural and not copied else None
 
             blocks = T.alloc_var("int32", init=T.ceildiv(seqlen_k, block_n))
-            block, bh_of_program = work_of_program(pid, blocks, Hkv * batch, heads_at_once)
+            block, b, kv = work_of_program(pid, blocks, Hkv, batch, heads_at_once)
             first = T.alloc_var("int32", init=block * block_n)
-            bh = T.alloc_var("int32", init=bh_of_program)
-            b = T.alloc_var("int32", init=T.truncdiv(bh, Hkv))
-            kv = T.alloc_var("int32", init=T.truncmod(bh, Hkv))
-            q_len = T.alloc_var("int32", init=length_of(q_lens, recipe.q_lens, b, seqlen_q))
-            kv_len = T.alloc_var("int32", init=length_of(kv_lens, recipe.kv_lens, b, seqlen_k))
-            q_start = T.alloc_var("int32", init=q_starts[b] if packed else 0)
-            k_start = T.alloc_var("int32", init=k_starts[b] if packed else 0)
-            k_end = T.alloc_var("int32", init=kv_len if packed else seqlen_k)
+            q_start, q_len, _q_end = sequence(q_starts, q_lens, packed, recipe.q_lens, b, seqlen_q)
+            k_start, kv_len, k_end = sequence(k_starts, kv_lens, packed, recipe.kv_lens, b, seqlen_k)
             b_at = T.alloc_var("int32", init=0 if packed else b)
-
             shift = T.alloc_var("int32", init=T.if_then_else(top_left != 0, 0, kv_len - q_len))
-            last = T.alloc_var("int32", init=T.min(first + block_n, kv_len) - 1)
-            begin = T.alloc_var("int32", init=T.truncdiv(T.max(first - right - shift, 0), block_m))
-            end = T.alloc_var("int32", init=blocks_in(T.min(q_len, last + left - shift + 1), block_m))
-            count = T.alloc_var("int32", init=T.max(T.if_then_else(first < kv_len, end - begin, 0), 1))
+            begin, count = query_blocks(first, q_len, kv_len, shift, left, right, block_m, block_n)
 
             load(recipe, k, K, b_at, k_start, first, kv, kv_len, recipe.head_dim)
             if with_dk:

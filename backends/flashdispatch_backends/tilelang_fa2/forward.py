@@ -46,15 +46,15 @@ from flashdispatch_backends.tilelang_fa2.scores import (
     INF,
     LOG2E,
     block_at,
-    blocks_in,
     finish_scores,
     integers,
-    length_of,
+    key_blocks,
     load,
     mask_of,
     power,
     rows_of_heads,
     scaled,
+    sequence,
     share_out_registers,
     staged,
     work_of_program,
@@ -108,24 +108,14 @@ def forward(recipe: Recipe) -> Any:
             rowsum = T.alloc_fragment([block_m], "float32")
 
             blocks = T.alloc_var("int32", init=T.ceildiv(seqlen_q, block_m))
-            block, bh_of_program = work_of_program(pid, blocks, Hq * batch, heads_at_once)
+            block, b, h = work_of_program(pid, blocks, Hq, batch, heads_at_once)
             first = T.alloc_var("int32", init=(blocks - 1 - block) * block_m)
-            bh = T.alloc_var("int32", init=bh_of_program)
-            b = T.alloc_var("int32", init=T.truncdiv(bh, Hq))
-            h = T.alloc_var("int32", init=T.truncmod(bh, Hq))
             kv = T.alloc_var("int32", init=T.truncdiv(h, group))
-            q_len = T.alloc_var("int32", init=length_of(q_lens, recipe.q_lens, b, seqlen_q))
-            kv_len = T.alloc_var("int32", init=length_of(kv_lens, recipe.kv_lens, b, seqlen_k))
-            q_start = T.alloc_var("int32", init=q_starts[b] if packed else 0)
-            k_start = T.alloc_var("int32", init=k_starts[b] if packed else 0)
-            q_end = T.alloc_var("int32", init=q_len if packed else seqlen_q)  # padding is ours, a neighbour is not
+            q_start, q_len, q_end = sequence(q_starts, q_lens, packed, recipe.q_lens, b, seqlen_q)
+            k_start, kv_len, _k_end = sequence(k_starts, kv_lens, packed, recipe.kv_lens, b, seqlen_k)
             b_at = T.alloc_var("int32", init=0 if packed else b)
-
-            shift = T.alloc_var("int32", init=T.if_then_else(top_left != 0, 0, kv_len - q_len))  # p(i) - i
-            last = T.alloc_var("int32", init=T.min(first + block_m, q_len) - 1)
-            begin = T.alloc_var("int32", init=T.truncdiv(T.max(first + shift - left, 0), block_n))
-            end = T.alloc_var("int32", init=blocks_in(T.min(kv_len, last + shift + right + 1), block_n))
-            count = T.alloc_var("int32", init=T.max(T.if_then_else(first < q_len, end - begin, 0), 1))
+            shift = T.alloc_var("int32", init=T.if_then_else(top_left != 0, 0, kv_len - q_len))
+            last, begin, count = key_blocks(first, q_len, kv_len, shift, left, right, block_m, block_n)
 
             load(recipe, q, Q, b_at, q_start, first, h, q_len, recipe.head_dim)
             T.fill(acc, 0)  # FA-2 Algorithm 1 line 5
