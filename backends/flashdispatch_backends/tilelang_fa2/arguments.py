@@ -83,7 +83,7 @@ def backward_launches(
     """The backward's launches, in their order: delta first, whose rows the others read."""
     loaded, numbers = (q, k, v, dout), _numbers(problem, q, k)
     launches = [_launch("delta", problem, (), extras, DELTA, numbers, with_dlse=with_dlse)]
-    if _natural(problem):
+    if natural(problem):
         launches.append(_launch("total", problem, (q, k), extras, shape_of(problem, "total"), numbers))
     if needs.q:
         launches.append(_launch("dq", problem, loaded, extras, shape_of(problem, "dq"), numbers))
@@ -128,7 +128,7 @@ def tensors_of(extras: Extras) -> dict[str, Tensor | None]:
 def rows_shape(problem: Problem, q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """What rows is made as: (B, Hq, 2 or 3, Sq rounded up), dense float32. See `scores.numbers_of_rows`."""
     batch, seqlen_q, heads, _ = q.shape
-    rounded, numbers = -(-seqlen_q // tiles.ROW_BLOCK) * tiles.ROW_BLOCK, 3 if _natural(problem) else 2
+    rounded, numbers = -(-seqlen_q // tiles.ROW_BLOCK) * tiles.ROW_BLOCK, 3 if natural(problem) else 2
     strides = (heads * numbers * rounded, numbers * rounded, rounded, 1)
     return (batch, heads, numbers, rounded), strides, torch.float32
 
@@ -171,7 +171,7 @@ def _launch(
         kv_lens=scored and extras.kv_lens is not None,
         mask=DTYPE_NAMES.get(mask.dtype, "bool") if scored and mask is not None else None,
         softcap=scored and problem.softcap is not None,
-        natural=_natural(problem),
+        natural=natural(problem),
         plain=not scored or _plain(problem),
         outputs=outputs,
         lse=kernel != "forward" or problem.return_lse or problem.needs_backward,
@@ -189,18 +189,18 @@ def _launch(
     )
 
 
-def _natural(problem: Problem) -> bool:
-    """Where log2(e) times a number of the call could overflow: a float mask's, or the call's own."""
+def natural(problem: Problem) -> bool:
+    """Whether log2(e) times a number of the call could overflow: a float mask's, or the call's own. See scores.py."""
     return problem.attn_mask == "float" or max(abs(problem.scale), problem.softcap or 0.0) > LARGE
 
 
 def _plain(problem: Problem) -> bool:
-    return not _natural(problem) and problem.softcap is None and problem.attn_mask is None and problem.scale > 0
+    return not natural(problem) and problem.softcap is None and problem.attn_mask is None and problem.scale > 0
 
 
 def _numbers(problem: Problem, q: Tensor, k: Tensor) -> dict[str, int | float]:
     """Every number under the kernels' names."""
-    band, unit = problem.band, 1.0 if _natural(problem) else LOG2E  # see scores.py
+    band, unit = problem.band, 1.0 if natural(problem) else LOG2E  # see scores.py
     scale, softcap = problem.scale * unit, 0.0
     if problem.softcap is not None:
         scale, softcap = problem.scale / problem.softcap, problem.softcap * unit

@@ -21,6 +21,7 @@ from flashdispatch_backends.tilelang_fa2.arguments import (
     backward_launches,
     described,
     forward_launch,
+    natural,
     rows_shape,
     tensors_of,
 )
@@ -104,7 +105,7 @@ class TileLangFA2:
         """The kernels that `problem` may launch and that have tiles."""
         if not problem.needs_backward:
             return ("forward",)
-        return ("forward", *(("total",) if problem.attn_mask == "float" else ()), "dq", *tiles.key_passes(problem))
+        return ("forward", *(("total",) if natural(problem) else ()), "dq", *tiles.key_passes(problem))
 
     def tile_key(self, problem: Problem, kernel: str) -> str:
         """See `tiles.key`."""

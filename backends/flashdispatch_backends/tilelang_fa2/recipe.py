@@ -39,6 +39,10 @@ class Recipe:
     dlse: bool = False
     """The LSE has a gradient."""
 
+    def __post_init__(self) -> None:
+        if self.packed and self.tma:
+            raise ValueError("TMA would read and write past the end of a packed sequence, where its neighbour begins")
+
     @property
     def block_d(self) -> int:
         """D on the chip."""

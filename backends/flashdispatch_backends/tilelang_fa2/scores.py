@@ -57,33 +57,31 @@ def integers(given: bool) -> Any:
     return T.Tensor([T.dynamic("sequences")], "int32") if given else T.int32
 
 
-@T.macro
+def variable(value: Any) -> Any:
+    """A number of the whole block, computed once."""
+    return T.alloc_var("int32", init=value)[0]
+
+
 def work_of_program(pid: Any, blocks: Any, heads: Any, batch: Any, heads_at_once: Any) -> Any:
     """(block, b, h) of this program: a few heads take turns, the first block of each, then the second, and so on."""
-    heads_before = T.alloc_var("int32", init=T.truncdiv(pid, blocks * heads_at_once) * heads_at_once)
-    heads_here = T.alloc_var("int32", init=T.min(heads_at_once, heads * batch - heads_before))  # the last may be fewer
-    index = T.alloc_var("int32", init=pid - heads_before * blocks)
-    block = T.alloc_var("int32", init=T.truncdiv(index, heads_here))
-    bh = T.alloc_var("int32", init=heads_before + T.truncmod(index, heads_here))
-    b = T.alloc_var("int32", init=T.truncdiv(bh, heads))
-    h = T.alloc_var("int32", init=T.truncmod(bh, heads))
-    return block, b, h
+    heads_before = variable(T.truncdiv(pid, blocks * heads_at_once) * heads_at_once)
+    heads_here = variable(T.min(heads_at_once, heads * batch - heads_before))  # the last may be fewer
+    index = variable(pid - heads_before * blocks)
+    block = variable(T.truncdiv(index, heads_here))
+    bh = variable(heads_before + T.truncmod(index, heads_here))
+    return block, variable(T.truncdiv(bh, heads)), variable(T.truncmod(bh, heads))
 
 
-@T.macro
 def sequence(starts: Any, lengths: Any, packed: bool, given: bool, b: Any, limit: Any) -> Any:
     """(start, length, end) of sequence b: `start` rows into its tensor, `length` rows long, its own up to row `end`.
 
     Padded batches have a stride per sequence instead of starts, and own their padding, which results fill with zeros.
     Sequences packed behind each other own nothing past their length. Lengths outside 0..limit are clamped.
     """
-    length = T.alloc_var("int32", init=T.max(T.min(lengths[b], limit), 0) if given else limit)
-    start = T.alloc_var("int32", init=starts[b] if packed else 0)
-    end = T.alloc_var("int32", init=length if packed else limit)
-    return start, length, end
+    length = variable(T.max(T.min(lengths[b], limit), 0) if given else limit)
+    return variable(starts[b] if packed else 0), length, variable(length if packed else limit)
 
 
-@T.macro
 def key_blocks(
     first: Any, q_len: Any, kv_len: Any, shift: Any, left: Any, right: Any, block_m: int, block_n: int
 ) -> Any:
@@ -91,23 +89,20 @@ def key_blocks(
 
     `shift` is p(i) - i. A block that begins past q_len sees nothing, and goes through one block all the same.
     """
-    last = T.alloc_var("int32", init=T.min(first + block_m, q_len) - 1)
-    begin = T.alloc_var("int32", init=T.truncdiv(T.max(first + shift - left, 0), block_n))
-    end = T.alloc_var("int32", init=blocks_in(T.min(kv_len, last + shift + right + 1), block_n))
-    count = T.alloc_var("int32", init=T.max(T.if_then_else(first < q_len, end - begin, 0), 1))
-    return last, begin, count
+    last = variable(T.min(first + block_m, q_len) - 1)
+    begin = variable(T.truncdiv(T.max(first + shift - left, 0), block_n))
+    end = variable(blocks_in(T.min(kv_len, last + shift + right + 1), block_n))
+    return last, begin, variable(T.max(T.if_then_else(first < q_len, end - begin, 0), 1))
 
 
-@T.macro
 def query_blocks(
     first: Any, q_len: Any, kv_len: Any, shift: Any, left: Any, right: Any, block_m: int, block_n: int
 ) -> Any:
     """(begin, count): the query blocks that see a key of the block that begins at `first`, as in `key_blocks`."""
-    last = T.alloc_var("int32", init=T.min(first + block_n, kv_len) - 1)
-    begin = T.alloc_var("int32", init=T.truncdiv(T.max(first - right - shift, 0), block_m))
-    end = T.alloc_var("int32", init=blocks_in(T.min(q_len, last + left - shift + 1), block_m))
-    count = T.alloc_var("int32", init=T.max(T.if_then_else(first < kv_len, end - begin, 0), 1))
-    return begin, count
+    last = variable(T.min(first + block_n, kv_len) - 1)
+    begin = variable(T.truncdiv(T.max(first - right - shift, 0), block_m))
+    end = variable(blocks_in(T.min(q_len, last + left - shift + 1), block_m))
+    return begin, variable(T.max(T.if_then_else(first < kv_len, end - begin, 0), 1))
 
 
 def blocks_in(length: Any, block: int) -> Any:

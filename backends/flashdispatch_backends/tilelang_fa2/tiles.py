@@ -70,6 +70,9 @@ KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
 SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
 
+BARRIER_BYTES = 1024
+"""Of them, for barriers: some bytes, and tiles begin at multiples of 1 KiB."""
+
 WIDTHS = (64, 128, 192, 256)
 """Head dims that have rows; others read those of the next wider one."""
 
@@ -153,7 +156,8 @@ def shared_bytes(problem: Problem, kernel: str, shape: Shape) -> int:
     resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else (shape.block_m, shape.block_n)
     stays = d if kernel in ("forward", "total", "dv") else d + dv
     flows = d if kernel == "total" else d + dv
-    return 2 * (resident * stays + streamed * shape.num_stages * flows)
+    numbers = 4 * 3 * shape.block_m * shape.num_stages if kernel in KEY_KERNELS else 0  # of rows, float32
+    return 2 * (resident * stays + streamed * shape.num_stages * flows) + numbers + BARRIER_BYTES
 
 
 ACCUMULATOR_REGISTERS = 192
