@@ -23,6 +23,8 @@ from flashdispatch_registry.problem import DTYPE_NAMES
 LOG2E = math.log2(math.e)
 LARGE = 1e38
 """Of float32: times log2(e) it is still finite, and not much more is."""
+LARGEST_SOFTCAP = 1e30
+"""A larger one caps nothing that float32 scores reach in earnest, and scale / softcap would be flushed to 0."""
 HEADS_AT_ONCE = 16
 """Heads that take turns under a causal mask, at most; in the dK/dV kernel that many key/value heads."""
 BYTES_AT_ONCE = 16 << 20
@@ -190,12 +192,13 @@ def _launch(
 
 
 def natural(problem: Problem) -> bool:
-    """Whether log2(e) times a number of the call could overflow: a float mask's, or the call's own. See scores.py."""
-    return problem.attn_mask == "float" or max(abs(problem.scale), problem.softcap or 0.0) > LARGE
+    """Whether log2(e) times a float mask's number, or the call's scale, could overflow. See scores.py."""
+    return problem.attn_mask == "float" or abs(problem.scale) > LARGE
 
 
 def _plain(problem: Problem) -> bool:
-    return not natural(problem) and problem.softcap is None and problem.attn_mask is None and problem.scale > 0
+    """Whether scale * q.k is all, with a scale that float32 has a normal number for: 0 * -inf would be NaN."""
+    return not natural(problem) and problem.softcap is None and problem.attn_mask is None and problem.scale > 1 / LARGE
 
 
 def _numbers(problem: Problem, q: Tensor, k: Tensor) -> dict[str, int | float]:
@@ -203,7 +206,8 @@ def _numbers(problem: Problem, q: Tensor, k: Tensor) -> dict[str, int | float]:
     band, unit = problem.band, 1.0 if natural(problem) else LOG2E  # see scores.py
     scale, softcap = problem.scale * unit, 0.0
     if problem.softcap is not None:
-        scale, softcap = problem.scale / problem.softcap, problem.softcap * unit
+        cap = min(problem.softcap, LARGEST_SOFTCAP)
+        scale, softcap = problem.scale / cap, cap * unit
     beyond = q.shape[1] + k.shape[1]  # no distance is larger, and nothing overflows 32 bits
     return {
         "batch": q.shape[0], "seqlen_q": q.shape[1], "seqlen_k": k.shape[1], "group": problem.group,

@@ -34,7 +34,8 @@ tiles           block_m by block_n from `tiles.py`, each kernel with its own.
 strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
 the loop        As in the forward; dkdv goes through the query blocks of each head of the group in one loop.
 masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
-kept            From the forward: q, k, v, out, LSE. Beside them in memory: rows, 8 bytes a row; with natural scores 12.
+kept            From the forward: q, k, v, out, LSE. Beside them in memory: rows, 8 bytes for each of Sq rounded up to a
+                multiple of 128; with natural scores 12.
 empty rows      LSE = -inf (no key, or past q_lens) is +inf in rows, so that P = exp(S - inf) = 0; Delta is 0 there.
 hardware        As in the forward.
 the tail        The last block of a stream moves back to end with its sequence (`block_at`). What a program owns past

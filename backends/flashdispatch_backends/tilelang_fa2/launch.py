@@ -84,7 +84,10 @@ class TileLangFA2:
         return result
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles side by side what `problem` needs, wherever its tensors begin and whatever strides they have."""
+        """Compiles side by side what `problem` needs, wherever its tensors begin and whatever strides they have.
+
+        Of gradients, those that it names together: a pass for dK or dV alone is another kernel.
+        """
         forms = (launch.on(aligned).recipe for launch in self._launches(problem) for aligned in (True, False))
         compile_in_threads(list(dict.fromkeys(forms)), torch.cuda.current_device())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashdispatch_backends.tilelang_fa2.tiles import Shape, padded
+from flashdispatch_backends.tilelang_fa2.tiles import Shape, padded, splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class Recipe:
     """One kernel in one form."""
 
     kernel: str
-    """"forward", "delta", "dq" or "dkdv"."""
+    """"forward", "delta", "total", "dq" or "dkdv"."""
     dtype: str
     """"float16" or "bfloat16"."""
     head_dim: int
@@ -20,7 +20,7 @@ class Recipe:
     head_dim_v: int
     shape: Shape
     tma: bool
-    """Tiles are loaded by TMA: from sm_90 on, strides and addresses in units of 16 bytes. Else by guarded loads."""
+    """Tiles are loaded and results stored by TMA: from sm_90 on, with strides and addresses in units of 16 bytes."""
     packed: bool = False
     """Sequences lie behind each other in one tensor, each from its own start."""
     q_lens: bool = False
@@ -56,4 +56,5 @@ class Recipe:
     @property
     def tile_name(self) -> str:
         """The kernel as tiles know it: "dk" and "dv" where dK and dV have a pass each."""
-        return "".join(self.outputs) if self.outputs else self.kernel
+        split = self.outputs and splits(self.head_dim, self.head_dim_v)
+        return "".join(self.outputs) if split else self.kernel

@@ -7,7 +7,7 @@ and computed in each turn of a loop.
 Units. exp2 is one instruction, exp is two, so scores are kept in units of log 2: the host multiplies the scale (with a
 softcap: the softcap) by log2(e), the kernels what they load of the LSE, and exp(S - m) becomes exp2(S - m). With a
 float mask that would overflow (finfo.min * log2(e) is -inf, and finfo.min is just a number), so there, and where the
-call's own scale or softcap is as large, scores stay natural and the difference is multiplied: ``recipe.natural``.
+call's own scale is as large, scores stay natural and the difference is multiplied: ``recipe.natural``.
 
 The last block. A key past the end of its sequence may hold NaN, and 0 * NaN is NaN: to hide its score is not enough.
 So the last block of keys moves back until it ends with the sequence, and hides what the block before it has seen
@@ -47,7 +47,8 @@ def mask_of(recipe: Recipe) -> Any:
 def numbers_of_rows(recipe: Recipe, batch: Any, heads: Any) -> Any:
     """A tensor (B, Hq, 2 or 3, Sq rounded up to `ROW_BLOCK`) float32: LSE in the scores' units, Delta, and total.
 
-    LSE is +inf and Delta 0 for a row that sees no key, past a sequence's end, and for what was rounded up.
+    LSE is +inf and Delta 0 for a row that sees no key, past a sequence's end, and for what was rounded up; behind a
+    packed sequence is its neighbour.
     """
     return T.Tensor([batch, heads, 3 if recipe.natural else 2, T.dynamic(ROUNDED)], "float32")
 

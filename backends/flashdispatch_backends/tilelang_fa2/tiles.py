@@ -55,6 +55,8 @@ class Shape(NamedTuple):
                 "num_warps is 4, 8 or 12, num_stages 1 to 8, the block that streams a power of two from 16 to 128, got "
                 f"{dict(tile)}"
             )
+        if kernel in KEY_KERNELS and streamed == 16 and shape.num_stages > 1:
+            raise ValueError(f"blocks of 16 queries are too short for TMA to copy ahead, got {dict(tile)}")
         if resident > 256 or resident < 1 or resident % (WARP_ROWS * shape.num_warps):
             raise ValueError(
                 f"a program's own block has {WARP_ROWS} rows for each warp, or a multiple, up to 256, got {dict(tile)}"
@@ -100,9 +102,14 @@ def width(problem: Problem) -> int:
     return next((size for size in WIDTHS if size >= widest), WIDTHS[-1])
 
 
+def splits(head_dim: int, head_dim_v: int) -> bool:
+    """Whether dK and dV are too wide to be accumulated side by side."""
+    return max(head_dim, head_dim_v) > 128
+
+
 def key_passes(problem: Problem) -> tuple[str, ...]:
     """How dK and dV are made: together, or, where that is too wide, in a pass each (S is made once more)."""
-    return ("dk", "dv") if width(problem) > 128 else ("dkdv",)
+    return ("dk", "dv") if splits(problem.head_dim, problem.head_dim_v) else ("dkdv",)
 
 
 def key(problem: Problem, kernel: str) -> str:
