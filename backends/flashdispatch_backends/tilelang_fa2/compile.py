@@ -54,9 +54,13 @@ def target(arch: int) -> dict[str, str]:
     return {"kind": "cuda", "arch": f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"}
 
 
+_tracing = threading.Lock()
+
+
 def program(recipe: Recipe) -> Any:
     """The kernel as TileLang traces it: a PrimFunc, whose ``script()`` is text."""
-    with _quiet(f"tracing {recipe}"):
+    # One at a time: ast.parse of CPython 3.11, which TileLang calls, now and then fails when threads use it together.
+    with _tracing, _quiet(f"tracing {recipe}"):
         return KERNELS[recipe.kernel](recipe)
 
 
