@@ -165,7 +165,9 @@ class BackendSpec:
     name: str
     """``[a-z][a-z0-9_]*``, unique over all installed plugins."""
     factory: str
-    """``"package.module:object"`` or ``"package.module"``, imported on first use; the result is the `Backend`."""
+    """``"package.module:object"`` or ``"package.module"``, imported on first use; the result is the `Backend`.
+
+    An exception there is the reason LOAD_FAILED; notes added to it say what would help, in place of `install`."""
     support: Support
     api_version: int = API_VERSION
     priority: Mapping[str, int] = field(default_factory=lambda: {"*": 0}, hash=False)

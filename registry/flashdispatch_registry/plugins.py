@@ -180,7 +180,8 @@ class Registry:
             except (Exception, SystemExit) as error:  # a module may call sys.exit() when it is imported
                 self._tracebacks[name] = traceback.format_exc()
                 got = f"{type(error).__name__}: {error}"
-                fault = Reason(Code.LOAD_FAILED, "factory", got, "an importable backend", entry.spec.install)
+                fix = "; ".join(getattr(error, "__notes__", ())) or entry.spec.install
+                fault = Reason(Code.LOAD_FAILED, "factory", got, "an importable backend", fix)
                 if fault not in entry.faults:
                     self._entries[name] = replace(entry, faults=(*entry.faults, fault))
                     self.generation += 1

@@ -1,4 +1,4 @@
-"""tilelang_fa2 in the process around it: a TileLang that is missing or broken is a reason, and a sound one is silent.
+"""tilelang_fa2 in the process around it: a TileLang or compiler that is missing is a reason, and a sound one is silent.
 
 In interpreters of their own, since the one that runs the tests has loaded TileLang.
 """
@@ -64,8 +64,8 @@ def python(script: str, path: Path | None = None, **environ: str) -> subprocess.
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, env=given)
 
 
-def choice(script: str, path: Path | None = None) -> Any:
-    done = python(script, path, FLASHDISPATCH_DISABLE="triton_fa2", FLASHDISPATCH_FALLBACK="allow")
+def choice(script: str, path: Path | None = None, **environ: str) -> Any:
+    done = python(script, path, FLASHDISPATCH_DISABLE="triton_fa2", FLASHDISPATCH_FALLBACK="allow", **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -107,6 +107,29 @@ def test_a_tilelang_that_is_too_old_or_absent_is_a_reason_and_is_not_imported(
         assert reason["allowed"] == "tilelang>=0.1.13"
         assert reason["fix"] == "pip install 'flashdispatch[tilelang]'"
     assert "DEP_MISSING" in says["forced"]
+
+
+MISSING = {
+    "nvcc": ({"CUDA_HOME": "/nowhere"}, "nvcc, and there is none", "install the CUDA toolkit"),
+    "a C++ compiler": ({"PATH": "{tools}", "CXX": "", "CC": ""}, "C++ compiler, and there is none", "install g++"),
+}
+
+
+@pytest.mark.parametrize(("environ", "got", "fix"), MISSING.values(), ids=MISSING)
+def test_a_missing_compiler_is_a_reason_where_there_is_a_gpu_and_choice_goes_on(
+    environ: dict[str, str], got: str, fix: str, tmp_path: Path
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(0o755)
+    given = {"CUDA_HOME": str(tmp_path)} | {name: text.format(tools=nvcc.parent) for name, text in environ.items()}
+    says = choice("import torch; torch.cuda.is_available = lambda: True" + CHOOSE, **given)
+    assert says["prepared"]["chosen"] == "torch_reference"
+    (reason,) = says["prepared"]["reasons"]
+    assert reason["code"] == "LOAD_FAILED"
+    assert got in reason["got"]
+    assert reason["fix"].startswith(fix)
+    assert fix in says["forced"]
 
 
 # What is heard of TileLang while it works for us

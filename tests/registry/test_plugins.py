@@ -597,6 +597,17 @@ def test_a_backend_that_fails_to_load_says_why_from_then_on(registry: Registry, 
     assert registry.load_traceback("ours") == ""
 
 
+def test_notes_on_what_failed_say_what_would_help(registry: Registry, spec, tmp_path, monkeypatch) -> None:
+    raises = "error = OSError('no nvcc')\nerror.add_note('install the toolkit')\nraise error\n"
+    (tmp_path / "kernels_without_a_compiler.py").write_text(raises)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.register(spec("mine", factory="kernels_without_a_compiler", install="pip install mine"))
+    with pytest.raises(BackendLoadError, match="no nvcc"):
+        registry.load("mine")
+    (fault,) = next(entry for entry in registry.entries() if entry.name == "mine").faults
+    assert (fault.got, fault.fix) == ("OSError: no nvcc", "install the toolkit")
+
+
 @pytest.mark.parametrize(
     ("factory", "text"),
     [

@@ -9,16 +9,19 @@ the compiler's settings and TileLang's version, so that another process only tra
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tilelang
 import torch
 from tilelang import tvm
+from tilelang.contrib.cc import get_cplus_compiler
 
 from flashdispatch_backends.tilelang_fa2.backward import delta, dkdv, dq, total
 from flashdispatch_backends.tilelang_fa2.forward import forward
@@ -90,6 +93,20 @@ def build(recipe: Recipe, arch: int) -> Any:
             )
         _built[recipe, arch] = kernel
     return kernel
+
+
+def require_compilers() -> None:
+    """Raises FileNotFoundError where TileLang would find no nvcc, or no C++ compiler for a kernel's host code."""
+    home = tilelang.env.CUDA_HOME
+    if not home or shutil.which(Path(home, "bin", "nvcc")) is None:
+        where = f"in {home}/bin" if home else "on this machine"
+        error = FileNotFoundError(f"TileLang compiles with nvcc, and there is none {where}")
+        error.add_note("install the CUDA toolkit, and set CUDA_HOME where its nvcc is not on PATH")
+        raise error
+    if get_cplus_compiler() is None:
+        error = FileNotFoundError("TileLang compiles with a C++ compiler, and there is none on PATH")
+        error.add_note("install g++ or clang++, or set CXX")
+        raise error
 
 
 _compiled: dict[tuple[Recipe, int], Callable[..., None]] = {}

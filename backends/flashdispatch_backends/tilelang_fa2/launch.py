@@ -25,7 +25,12 @@ from flashdispatch_backends.tilelang_fa2.arguments import (
     rows_shape,
     tensors_of,
 )
-from flashdispatch_backends.tilelang_fa2.compile import compile_in_threads, compile_what_can, compiled
+from flashdispatch_backends.tilelang_fa2.compile import (
+    compile_in_threads,
+    compile_what_can,
+    compiled,
+    require_compilers,
+)
 from flashdispatch_backends.tilelang_fa2.facts import facts
 from flashdispatch_backends.tilelang_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
@@ -304,4 +309,6 @@ def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, 
     return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
 
 
+if torch.cuda.is_available():
+    require_compilers()  # what fails to import is a reason, and choice goes on; a first compile that fails is an error
 backend = TileLangFA2()
