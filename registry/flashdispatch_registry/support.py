@@ -289,3 +289,16 @@ a permission (TF32) that a backend is free not to use. A size limit of a kernel 
 def declared_reasons(support: Support, problem: Problem) -> tuple[Reason, ...]:
     """Every reason, not just the first, why `support` does not cover `problem`; empty when it does."""
     return tuple(reason for check in CHECKS.values() for reason in check(support, problem))
+
+
+def beyond_32_bits(problem: Problem) -> Iterator[Reason]:
+    """Sizes beyond kernels with 32-bit positions and a program for each block of rows, for a backend's `why_not`."""
+    positions = problem.seqlen_q + problem.seqlen_k
+    if positions >= 2**30:
+        yield Reason(Code.BACKEND_LIMIT, "seqlen", f"Sq + Sk = {positions}", "less than 2**30: positions are 32 bit")
+    blocks = problem.batch * problem.heads_q * -(-max(problem.seqlen_q, problem.seqlen_k) // 16)
+    if blocks >= 2**31:
+        yield Reason(
+            Code.BACKEND_LIMIT, "batch", f"{blocks} blocks of 16 rows", "less than 2**31, a launch's largest grid",
+            "split the batch",
+        )  # fmt: skip

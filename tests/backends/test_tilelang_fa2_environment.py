@@ -137,7 +137,7 @@ def test_a_missing_compiler_is_a_reason_where_there_is_a_gpu_and_choice_goes_on(
 MAKE = """
 from flashdispatch_backends.tilelang_fa2 import compile
 from flashdispatch_backends.tilelang_fa2.recipe import Recipe
-from flashdispatch_backends.tilelang_fa2.tiles import Shape
+from flashdispatch_registry.tile_table import Shape
 
 def recipe(kernel, *shape):
     return Recipe(kernel=kernel, dtype="float16", head_dim=64, head_dim_v=64, shape=Shape(*shape), tma=True)

@@ -26,11 +26,12 @@ from flashdispatch_backends.tilelang_fa2.arguments import (
     rows_shape,
 )
 from flashdispatch_backends.tilelang_fa2.compile import KERNELS, program, suited
-from flashdispatch_backends.tilelang_fa2.launch import BoundBackward, TileLangFA2, bound_forward
-from flashdispatch_backends.tilelang_fa2.tiles import SHARED_BYTES, SHIPPED, Shape, family, padded
+from flashdispatch_backends.tilelang_fa2.launch import Backward, TileLangFA2, bound_forward
+from flashdispatch_backends.tilelang_fa2.tiles import SHIPPED, padded
 from flashdispatch_registry import Band, Code, Extras, Needs, Problem
 from flashdispatch_registry.errors import InvalidRequestError
 from flashdispatch_registry.kernels import Inspectable, PreparesTiles, Tunable
+from flashdispatch_registry.tile_table import SHARED_BYTES, Shape, family
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 FLOAT_MASK = {"attn_mask": "float", "attn_mask_shape": (2, 4, 256, 256)}
@@ -143,19 +144,6 @@ def test_a_tile_set_is_in_force_for_its_key_until_it_is_taken_back(backend: Tile
     assert backend.tile(problem(), "dq") == before
 
 
-def test_a_row_of_its_own_comes_before_any_of_a_plainer_mask() -> None:
-    full, causal = "forward/sm_90/d64/full", "forward/sm_90/d64/causal"
-    first, second = Shape(64, 32, 4, 1), Shape(128, 32, 8, 1)
-
-    def found(band: Band, *tables: dict[str, Shape]) -> Shape:
-        return tiles.look_up(problem(band=band), "forward", *tables)
-
-    assert found(Band(right=0), {full: first}, {causal: second}) == second
-    assert found(Band(right=0), {full: first}, {full: second}) == first  # an earlier table
-    assert found(Band(left=9, right=0), {full: first, causal: second}) == second  # no window: the causal one
-    assert found(Band(), {causal: second}) == tiles.look_up(problem(), "forward")
-
-
 def at_least(kernel: str, shape: Shape, d: int, dv: int, natural: bool = False) -> int:
     """Bytes of shared memory that the blocks of one tile take: what stays, and num_stages of what streams.
 
@@ -184,7 +172,7 @@ def test_the_space_holds_the_tile_in_force_once_and_only_tiles_that_can_be_launc
     asked = problem(arch=arch, head_dim=dims[0], head_dim_v=dims[1], **changes)
     for kernel in backend.kernels(asked):
         space = backend.tile_space(asked, kernel)
-        shapes = [Shape.of(kernel, tile) for tile in space]
+        shapes = [backend.table.checked(kernel, tile) for tile in space]
         assert backend.tile(asked, kernel) in space
         assert len(set(shapes)) == len(shapes)
         assert len(shapes) >= 2  # else there is nothing to tune
@@ -197,7 +185,7 @@ def test_the_space_holds_the_tile_in_force_once_and_only_tiles_that_can_be_launc
 def test_a_shipped_tile_fits_and_its_row_is_one_that_some_problem_reads(row: str, backend: TileLangFA2) -> None:
     kernel, group, width, *_ = row.split("/")
     d = int(width[1:])
-    shape = Shape.of(row, SHIPPED[row]._asdict())
+    shape = backend.table.checked(row, SHIPPED[row]._asdict())
     assert at_least(kernel, shape, d, d) <= SHARED_BYTES[group]
     asked = problem(arch=group, head_dim=d, head_dim_v=d)
     of_kind = [
@@ -213,8 +201,8 @@ def test_every_problem_has_a_tile_that_fits(dims: tuple[int, int], arch: str, ba
     for changes in (*DISTINCT.values(), FLOAT_MASK):
         asked = replace(problem(**changes), arch=arch, head_dim=dims[0], head_dim_v=dims[1])
         for kernel in backend.kernels(asked):
-            shape = tiles.look_up(asked, kernel, SHIPPED)
-            assert Shape.of(kernel, shape._asdict()) == shape
+            shape = backend.shape(asked, kernel)
+            assert backend.table.checked(kernel, shape._asdict()) == shape
             assert at_least(kernel, shape, *dims) <= SHARED_BYTES[family(arch)]
 
 
@@ -242,12 +230,12 @@ GOOD = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
 )
 def test_what_is_no_tile_is_never_used(kernel: str, tile: dict[str, int], backend: TileLangFA2, caplog: Any) -> None:
     with pytest.raises(ValueError, match=r"num_warps"):
-        Shape.of(kernel, tile | {"num_warps": 3})
+        backend.table.checked(kernel, tile | {"num_warps": 3})
     with pytest.raises(ValueError, match=r"block_m"):
         backend.set_tile(problem(), kernel, tile)
     bad, good = f"{kernel}/bad", f"{kernel}/good"
-    assert launching._checked({bad: tile, good: GOOD}) == {good: Shape(**GOOD)}
-    assert f"the tuned tile of {bad} is not used" in caplog.text
+    assert backend.table.legal({bad: tile, good: GOOD}) == {good: Shape(**GOOD)}
+    assert f"the tuned tile of tilelang_fa2 for {bad} is not used" in caplog.text
 
 
 def test_a_kernel_that_there_is_not_has_no_tile(backend: TileLangFA2) -> None:
@@ -602,7 +590,7 @@ def test_nothing_is_launched_where_there_is_nothing(sizes: dict[str, int], start
     assert not out.any()
     assert (lse == -math.inf).all()
     dout = torch.ones_like(q)
-    backward = BoundBackward(asked, q, k, v, dout, Extras(), False, NEEDS, TileLangFA2().shape)
+    backward = Backward(asked, q, k, v, dout, Extras(), False, NEEDS, TileLangFA2().shape)
     gradients = backward(q, k, v, out, lse, dout, None, Extras())
     assert [x.shape for x in gradients[:3]] == [q.shape, k.shape, v.shape]
     assert not any(x.any() for x in gradients[:3])
@@ -650,7 +638,7 @@ def test_extras_go_to_the_places_of_their_names(started: list[Any]) -> None:
     asked = problem(kv_lens=True, attn_mask="float", attn_mask_shape=(1, 1, 256, 256))
     out, lse, _ = bound_forward(asked, q, k, v, extras, TileLangFA2().shape)(q, k, v, extras)
     dout = torch.ones_like(q)
-    backward = BoundBackward(asked, q, k, v, dout, extras, False, NEEDS, TileLangFA2().shape)
+    backward = Backward(asked, q, k, v, dout, extras, False, NEEDS, TileLangFA2().shape)
     dq, dk, dv, *_ = backward(q, k, v, out, lse, dout, None, extras)
     assert [recipe.tile_name for recipe, *_ in started] == ["forward", "delta", "total", "dq", "dkdv"]
     wanted = {
@@ -676,7 +664,7 @@ def test_one_address_that_is_no_multiple_of_16_bytes_rules_tma_out(at: str, star
     q, k, v, dout = given.values()
     forward = bound_forward(problem(), q, k, v, Extras(), TileLangFA2().shape)
     out, lse, _ = forward(q, k, v, Extras())
-    backward = BoundBackward(problem(), q, k, v, dout, Extras(), False, NEEDS, TileLangFA2().shape)
+    backward = Backward(problem(), q, k, v, dout, Extras(), False, NEEDS, TileLangFA2().shape)
     backward(q, k, v, out, lse, dout, None, Extras())
     assert [recipe.tma for recipe, *_ in started] == [at == "dout", False, False, False]
     even = [x.clone() for x in (q, k, v)]
@@ -688,7 +676,7 @@ def test_what_tma_reads_has_strides_that_it_takes(started: list[Any]) -> None:
     q, k, v = (x[:1].as_strided((1, 256, 4, 64), (3, 256, 64, 1)) for x in qkv(device="cpu"))
     asked = problem(batch=1)
     out, lse, saved = bound_forward(asked, q, k, v, Extras(), TileLangFA2().shape)(q, k, v, Extras())
-    backward = BoundBackward(asked, q, k, v, q, Extras(), False, NEEDS, TileLangFA2().shape)
+    backward = Backward(asked, q, k, v, q, Extras(), False, NEEDS, TileLangFA2().shape)
     backward(q, k, v, out, lse, q, None, Extras())
     assert all(x is y for x, y in zip(saved[:3], (q, k, v), strict=True))  # as the caller gave them
     read = [
@@ -705,7 +693,7 @@ def test_results_have_the_contracts_strides(started: list[Any]) -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(seqlen_q=4, seqlen_k=4, heads=256, heads_kv=256, device="cpu"))
     asked = like(q, k, v, layout="bhsd")
     out, lse, _ = bound_forward(asked, q, k, v, Extras(), TileLangFA2().shape)(q, k, v, Extras())
-    backward = BoundBackward(asked, q, k, v, q, Extras(), False, NEEDS, TileLangFA2().shape)
+    backward = Backward(asked, q, k, v, q, Extras(), False, NEEDS, TileLangFA2().shape)
     gradients = backward(q, k, v, out, lse, q, None, Extras())
     assert {x.stride() for x in (out, *gradients[:3])} == {q.stride()}
     assert (lse.shape, lse.dtype) == ((2, 4, 256), torch.float32)

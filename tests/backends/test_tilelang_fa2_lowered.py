@@ -22,9 +22,9 @@ from flashdispatch_backends.tilelang_fa2.arguments import described
 from flashdispatch_backends.tilelang_fa2.compile import lowered, program, suited
 from flashdispatch_backends.tilelang_fa2.launch import backend
 from flashdispatch_backends.tilelang_fa2.recipe import Recipe
-from flashdispatch_backends.tilelang_fa2.tiles import SHARED_BYTES, family
 from flashdispatch_registry import Problem
 from flashdispatch_registry.errors import InvalidRequestError
+from flashdispatch_registry.tile_table import SHARED_BYTES, family
 
 BOOL = {"attn_mask": "bool", "attn_mask_shape": (2, 1, 1, 256)}
 FLOAT = {"attn_mask": "float", "attn_mask_shape": (2, 4, 256, 256)}

@@ -20,9 +20,9 @@ import triton
 from flashdispatch_backends.triton_fa2.arguments import described
 from flashdispatch_backends.triton_fa2.compile import build
 from flashdispatch_backends.triton_fa2.launch import backend
-from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, family
 from flashdispatch_registry import Band, Problem
 from flashdispatch_registry.kernels import KernelFacts
+from flashdispatch_registry.tile_table import SHARED_BYTES, family
 
 CAUSAL = {"band": Band(right=0)}
 FLOAT_MASK = {"attn_mask": "float", "attn_mask_shape": (2, 4, 1024, 1024)}

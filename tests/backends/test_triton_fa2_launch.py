@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from flashdispatch_backends.triton_fa2 import launch as launching
 from flashdispatch_backends.triton_fa2 import tiles
 from flashdispatch_backends.triton_fa2.arguments import Launch, backward_launches, described, forward_launch
 from flashdispatch_backends.triton_fa2.compile import KERNELS
 from flashdispatch_backends.triton_fa2.launch import TritonFA2
-from flashdispatch_backends.triton_fa2.tiles import SHARED_BYTES, SHIPPED, Shape, family, padded
+from flashdispatch_backends.triton_fa2.tiles import SHIPPED, padded
 from flashdispatch_registry import Band, Extras, Needs, Problem
 from flashdispatch_registry.errors import InvalidRequestError
 from flashdispatch_registry.kernels import Inspectable, PreparesTiles, Tunable
+from flashdispatch_registry.tile_table import SHARED_BYTES, Shape, family
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 ALL = ("q", "k", "v", "attn_mask", "sinks")
@@ -222,7 +222,7 @@ def test_every_problem_has_a_tile_that_fits(
         changes = {"needs_grad": ALL, "attn_mask": "float", "attn_mask_shape": (2, 4, 256, 256)} | changes
         asked = replace(problem(**changes), arch=arch, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1])
         for kernel in backend.kernels(asked):
-            shape = tiles.look_up(asked, kernel, SHIPPED)
+            shape = backend.shape(asked, kernel)
             assert at_least(shape, kernel, dtype.itemsize, *on_chip) <= SHARED_BYTES[family(arch)]
 
 
@@ -489,8 +489,8 @@ def test_what_is_no_tile_is_never_used(tile: dict[str, int], backend: TritonFA2,
     with pytest.raises(ValueError, match=r"block_m"):
         backend.set_tile(problem(), "forward", tile)
     good = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
-    assert launching._checked({"bad": tile, "good": good}) == {"good": Shape(**good)}
-    assert "the tuned tile of bad is not used" in caplog.text
+    assert backend.table.legal({"forward/bad": tile, "forward/good": good}) == {"forward/good": Shape(**good)}
+    assert "the tuned tile of triton_fa2 for forward/bad is not used" in caplog.text
 
 
 def test_a_kernel_that_there_is_not_has_no_tile(backend: TritonFA2) -> None:

@@ -25,8 +25,8 @@ from flashdispatch_backends.triton_fa2.scores import (
     query_blocks,
     work_of_program,
 )
-from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Band, Extras, Needs, Problem
+from flashdispatch_registry.tile_table import Shape
 
 MOST = 24
 """More blocks than any sample has."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from flashdispatch import attention
 from flashdispatch_backends.triton_fa2.arguments import described
 from flashdispatch_backends.triton_fa2.compile import KERNELS
-from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Band, Problem
+from flashdispatch_registry.tile_table import Shape
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, backend: str, arguments: dict[str, Any]) -> list[Tensor]:

@@ -14,25 +14,12 @@ the answer to a question is:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-from flashdispatch_registry import BackendSpec, Code, HeadDims, Problem, Reason, Support, hookimpl
-
-
-def why_not(problem: Problem) -> Iterator[Reason]:
-    """What data can't say: sizes that do not fit the kernels' 32-bit numbers."""
-    positions = problem.seqlen_q + problem.seqlen_k
-    if positions >= 2**30:
-        yield Reason(Code.BACKEND_LIMIT, "seqlen", f"Sq + Sk = {positions}", "less than 2**30: positions are 32 bit")
-    blocks = problem.batch * problem.heads_q * -(-max(problem.seqlen_q, problem.seqlen_k) // 16)
-    if blocks >= 2**31:
-        yield Reason(
-            Code.BACKEND_LIMIT, "batch", f"{blocks} blocks of 16 rows", "less than 2**31, a launch's largest grid",
-            "split the batch",
-        )  # fmt: skip
-
+from flashdispatch_registry import BackendSpec, HeadDims, Support, hookimpl
+from flashdispatch_registry.support import beyond_32_bits
 
 SPEC = BackendSpec(
     name="tilelang_fa2",
@@ -59,7 +46,7 @@ SPEC = BackendSpec(
     memory="linear",
     requires=("tilelang>=0.1.13",),
     install="pip install 'flashdispatch[tilelang]'",
-    why_not=why_not,
+    why_not=beyond_32_bits,
 )
 """The declaration. Which architectures it was tested on is said by reports, not here."""
 

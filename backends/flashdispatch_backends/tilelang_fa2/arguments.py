@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flashdispatch_backends.tilelang_fa2 import tiles
 from flashdispatch_backends.tilelang_fa2.recipe import Recipe
-from flashdispatch_backends.tilelang_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Needs, Problem
 from flashdispatch_registry.arch import sm_number
 from flashdispatch_registry.problem import DTYPE_NAMES
+from flashdispatch_registry.tile_table import Shape
 
 LOG2E = math.log2(math.e)
 LARGE = 1e38

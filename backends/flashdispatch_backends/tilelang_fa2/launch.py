@@ -5,7 +5,6 @@ What a launch needs beside tensors is worked out when a kind of call is seen fir
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from flashdispatch_backends.tilelang_fa2 import SPEC, tiles
 from flashdispatch_backends.tilelang_fa2.arguments import (
     Launch,
+    ShapeOf,
     as_tma_reads,
     backward_launches,
     described,
@@ -32,61 +32,35 @@ from flashdispatch_backends.tilelang_fa2.compile import (
     require_compilers,
 )
 from flashdispatch_backends.tilelang_fa2.facts import facts
-from flashdispatch_backends.tilelang_fa2.tiles import Shape
-from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
+from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem
 from flashdispatch_registry.backend import NO_EXTRAS
+from flashdispatch_registry.binding import BindingBackend, BoundForward
 from flashdispatch_registry.kernels import KernelFacts, Tile
 from flashdispatch_registry.layout import dense_strides, empty_on, output_strides, rows_of
-
-log = logging.getLogger("flashdispatch")
+from flashdispatch_registry.tile_table import TileTable
 
 ALIGNMENT = 16
 """Bytes: what TMA wants of an address."""
 LOADED = ("q", "k", "v", "dout")
 """Tensors that TMA reads."""
-BOUND_LIMIT = 1024
-"""Kinds of call that are remembered here; beyond it all are forgotten."""
 
 
-class TileLangFA2:
+class TileLangFA2(BindingBackend):
     """The backend: `Backend`, `Binds`, `Tunable`, `PreparesTiles` and `Inspectable` of the registry."""
 
     def __init__(self) -> None:
-        self._tiles: dict[str, Shape] = {}
-        self._tuned: dict[int, tuple[str, Mapping[str, Shape]]] = {}
-        self._bound: dict[Any, Any] = {}
+        super().__init__(TileTable(SPEC, tiles.SHIPPED, tiles.rows, tiles.space, tiles.careful, tiles.check))
 
-    # The contract
-
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+    def bind(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> BoundForward:
         """FA-2 Algorithm 1. q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
-        key = (problem, _metadata(q, k, v, extras))
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._remember(key, self.bind(problem, q, k, v, extras))
-        result: Forward = bound(q, k, v, extras)
-        return result
-
-    def bind(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
-    ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
-        """What runs every forward whose tensors have the shapes, strides and dtypes of these."""
         return bound_forward(problem, q, k, v, extras, self.shape)
 
-    def backward(
-        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
-    ) -> Gradients:
+    def bind_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, extras: Extras,  # noqa: ARG002
+        with_dlse: bool, needs: Needs,
+    ) -> Backward:  # fmt: skip
         """FA-2 Algorithm 2, as two passes."""
-        q, k, v, out, lse, *given = saved
-        extras = Extras.restored(problem, given) if given else NO_EXTRAS
-        lse = lse.contiguous()  # a hook on saved tensors may give them back with other strides
-        key = (problem, _metadata(q, k, v, extras), out.stride(), dout.stride(), dlse is not None, needs)
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = BoundBackward(problem, q, k, v, dout, extras, dlse is not None, needs, self.shape)
-            self._remember(key, bound)
-        result: Gradients = bound(q, k, v, out, lse, dout, dlse, extras)
-        return result
+        return Backward(problem, q, k, v, dout, extras, with_dlse, needs, self.shape)
 
     def prepare(self, problem: Problem) -> None:
         """Compiles side by side what `problem` needs, wherever its tensors begin and whatever strides they have.
@@ -101,70 +75,19 @@ class TileLangFA2:
         masks = (problem.dtype, torch.float32) if problem.attn_mask == "float" else (torch.bool,)
         return [launch for mask in masks for launch in described(problem, mask, self.shape)]
 
-    def _remember(self, key: Any, bound: Any) -> Any:
-        if len(self._bound) >= BOUND_LIMIT:
-            self._bound.clear()
-        self._bound[key] = bound
-        return bound
-
-    # Tiles
-
     def kernels(self, problem: Problem) -> Sequence[str]:
         """The kernels that `problem` may launch and that have tiles."""
         if not problem.needs_backward:
             return ("forward",)
         return ("forward", *(("total",) if natural(problem) else ()), "dq", *tiles.key_passes(problem))
 
-    def tile_key(self, problem: Problem, kernel: str) -> str:
-        """See `tiles.key`."""
-        return tiles.key(problem, kernel)
-
-    def tile_space(self, problem: Problem, kernel: str) -> Sequence[Tile]:
-        """See `tiles.space`."""
-        shapes = dict.fromkeys((self.shape(problem, kernel), *tiles.space(problem, kernel)))
-        return [shape._asdict() for shape in shapes]
-
-    def tile(self, problem: Problem, kernel: str) -> Tile:
-        """The tile in force."""
-        return self.shape(problem, kernel)._asdict()
-
-    def set_tile(self, problem: Problem, kernel: str, tile: Tile | None) -> None:
-        """Uses `tile` for calls that are bound from now on; None goes back to what was tuned or shipped.
-
-        Raises ValueError for an unknown kernel and for what is no tile.
-        """
-        shape = None if tile is None else Shape.of(kernel, tile)
-        key = tiles.key(problem, kernel)
-        self._bound.clear()
-        if shape is None:
-            self._tiles.pop(key, None)
-        else:
-            self._tiles[key] = shape
-
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` side by side, for dense tensors."""
         wanted = [launch.recipe for launch in self._launches(problem) if launch.recipe.tile_name == kernel]
-        shapes = [Shape.of(kernel, tile) for tile in tiles]
+        shapes = [self.table.checked(kernel, tile) for tile in tiles]
         compile_what_can(
             [replace(recipe, shape=shape) for recipe in wanted for shape in shapes], torch.cuda.get_device_capability()
         )
-
-    def shape(self, problem: Problem, kernel: str) -> Shape:
-        """The tile in force, of the problem's best row: set in this process, else tuned on this GPU, else shipped."""
-        return tiles.look_up(problem, kernel, self._tiles, self._tuned_here(problem), tiles.SHIPPED)
-
-    def _tuned_here(self, problem: Problem) -> Mapping[str, Shape]:
-        """What was tuned on the current GPU; nothing for a problem of another architecture."""
-        if problem.device_type != "cuda" or not torch.cuda.is_available():
-            return {}
-        index = torch.cuda.current_device()
-        if index not in self._tuned:
-            fingerprint = tile_store.fingerprint_of(SPEC, index)
-            self._tuned[index] = (fingerprint["arch"], _checked(tile_store.load(SPEC.name, fingerprint)))
-        arch, tuned = self._tuned[index]
-        return tuned if arch == problem.arch else {}
-
-    # What it compiles to
 
     def facts(self, problem: Problem) -> Sequence[KernelFacts]:
         """Compiles for ``problem.arch``; needs no GPU."""
@@ -214,9 +137,7 @@ def launch_all(kernels: Sequence[BoundKernel], tensors: Mapping[str, Tensor | No
         start(*[at[name] for name in launch.tensors], *launch.numbers)
 
 
-def bound_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: Callable[[Problem, str], Shape]
-) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
+def bound_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: ShapeOf) -> BoundForward:
     """The forward of every call with this one's metadata: makes out and lse, and launches.
 
     A closure, and `launch_all` written out in it: it is on every call's way.
@@ -254,12 +175,12 @@ def bound_forward(
     return run
 
 
-class BoundBackward:
+class Backward:
     """The backward of every call with one call's metadata."""
 
     def __init__(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras, with_dlse: bool,
-        needs: Needs, shape_of: Callable[[Problem, str], Shape],
+        needs: Needs, shape_of: ShapeOf,
     ) -> None:  # fmt: skip
         launches = backward_launches(problem, q, k, v, dout, extras, with_dlse, needs, shape_of)
         self.kernels = [BoundKernel(launch, q.device) for launch in launches]
@@ -288,25 +209,6 @@ class BoundBackward:
         }  # fmt: skip
         launch_all(self.kernels, tensors if extras is NO_EXTRAS else tensors | tensors_of(extras))
         return Gradients(dq, dk, dv)
-
-
-def _checked(tuned: Mapping[str, Tile]) -> Mapping[str, Shape]:
-    """What was kept on disk, without what is no tile: a warning says so, and the shipped one is used."""
-    good = {}
-    for key, tile in tuned.items():
-        try:
-            good[key] = Shape.of(key, tile)
-        except ValueError as error:
-            log.warning("the tuned tile of %s is not used: %s", key, error)
-    return good
-
-
-def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, ...]:
-    """What a launch depends on beside the problem. Dtypes but the mask's, and Dv, are the problem's."""
-    given = None
-    if extras is not NO_EXTRAS:
-        given = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in extras)
-    return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
 
 
 if torch.cuda.is_available():

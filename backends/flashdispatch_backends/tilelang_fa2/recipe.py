@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashdispatch_backends.tilelang_fa2.tiles import Shape, padded, splits
+from flashdispatch_backends.tilelang_fa2.tiles import padded, splits
+from flashdispatch_registry.tile_table import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import NamedTuple
 
-from flashdispatch_registry.arch import sm_number
-from flashdispatch_registry.kernels import Tile
 from flashdispatch_registry.problem import Problem
+from flashdispatch_registry.tile_table import SHARED_BYTES, Shape, family, masks
 
 ROW_UNIT = 16
 """Head dims are padded to multiples of it on the chip: the depth of one matrix product."""
@@ -29,66 +27,16 @@ WARP_ROWS = 16
 """Rows of a tile that one warp's matrix instruction makes; a row never lies in two warps."""
 
 
-class Shape(NamedTuple):
-    """A tile, by name."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, kernel: str, tile: Tile) -> Shape:
-        """A tile of `kernel`, or of one of its rows, from elsewhere, checked: others do not compile, or are wrong.
-
-        Raises ValueError.
-        """
-        kernel = kernel.partition("/")[0]
-        if kernel not in KERNELS:
-            raise ValueError(f"tilelang_fa2 has no tiles for a kernel {kernel!r}; it has {', '.join(KERNELS)}")
-        if set(tile) != set(cls._fields):
-            raise ValueError(f"a tile of tilelang_fa2 has {', '.join(cls._fields)}, got {dict(tile)}")
-        shape = cls(**tile)
-        resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else shape[:2]
-        if shape.num_warps not in (4, 8, 12) or not 1 <= shape.num_stages <= 8 or streamed not in (16, 32, 64, 128):
-            raise ValueError(
-                "num_warps is 4, 8 or 12, num_stages 1 to 8, the block that streams a power of two from 16 to 128, got "
-                f"{dict(tile)}"
-            )
-        if kernel in KEY_KERNELS and streamed == 16 and shape.num_stages > 1:
-            raise ValueError(f"blocks of 16 queries are too short for TMA to copy ahead, got {dict(tile)}")
-        if resident > 256 or resident < 1 or resident % (WARP_ROWS * shape.num_warps):
-            raise ValueError(
-                f"a program's own block has {WARP_ROWS} rows for each warp, or a multiple, up to 256, got {dict(tile)}"
-            )
-        return shape
-
-
 KERNELS = ("forward", "total", "dq", "dkdv", "dk", "dv")
 """Those that have tiles. "dk" and "dv" are the dK/dV kernel when it makes one of them."""
 KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
 """Kernels whose programs own keys, so that block_n stays on the chip and block_m streams."""
-
-SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
-"""Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
 
 BARRIER_BYTES = 1024
 """Of them, for barriers: some bytes, and tiles begin at multiples of 1 KiB."""
 
 WIDTHS = (64, 128, 192, 256)
 """Head dims that have rows; others read those of the next wider one."""
-
-
-def family(arch: str) -> str:
-    """The rows that `arch` reads: one family has the same instructions and the same shared memory."""
-    number = sm_number(arch) or 0
-    if number in (80, 87):
-        return "sm_80"
-    if number == 90:
-        return "sm_90"
-    if 100 <= number < 120:
-        return "sm_100"
-    return "sm_86"  # 99 KiB of shared memory: sm_86, sm_89, sm_120, and the careful choice for what is not known
 
 
 def padded(head_dim: int) -> int:
@@ -112,23 +60,8 @@ def key_passes(problem: Problem) -> tuple[str, ...]:
     return ("dk", "dv") if splits(problem.head_dim, problem.head_dim_v) else ("dkdv",)
 
 
-def key(problem: Problem, kernel: str) -> str:
-    """What a tile depends on, as the name of a row."""
-    return _row(problem, kernel, _mask(problem))
-
-
 def _row(problem: Problem, kernel: str, mask: str) -> str:
     return "/".join(filter(None, (kernel, family(problem.arch), f"d{width(problem)}", mask, _kind(problem))))
-
-
-MASKS = ("window", "causal", "full")
-"""Masks of position; a problem without a row of its own reads one further right."""
-
-
-def _mask(problem: Problem) -> str:
-    if problem.band.is_full:
-        return "full"
-    return "causal" if problem.band.left is None else "window"
 
 
 def _kind(problem: Problem) -> str:
@@ -138,23 +71,32 @@ def _kind(problem: Problem) -> str:
 
 def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
     """The rows that a problem may read, best first: its own, then those of plainer masks."""
-    plainer = MASKS[MASKS.index(_mask(problem)) :]
-    return tuple(_row(problem, kernel, mask) for mask in plainer)
+    return tuple(_row(problem, kernel, mask) for mask in masks(problem))
 
 
-def look_up(problem: Problem, kernel: str, *tables: Mapping[str, Shape]) -> Shape:
-    """The tile of the best row that any table has, an earlier table first; else a small one that fits everywhere."""
-    for row in rows(problem, kernel):
-        for table in tables:
-            if row in table:
-                return table[row]
-    return _careful(problem, kernel)
-
-
-def _careful(problem: Problem, kernel: str) -> Shape:
+def careful(problem: Problem, kernel: str) -> Shape:
     """Fits the shared memory of every family, and mostly the registers, whatever else a score needs."""
     streamed = 64 if width(problem) <= 64 else 32 if width(problem) <= 128 else 16
     return Shape(streamed, 64, 4, 1) if kernel in KEY_KERNELS else Shape(64, streamed, 4, 1)
+
+
+def check(kernel: str, shape: Shape) -> None:
+    """Raises ValueError for a tile of `kernel` that would not compile, or be wrong."""
+    if kernel not in KERNELS:
+        raise ValueError(f"tilelang_fa2 has no tiles for a kernel {kernel!r}; it has {', '.join(KERNELS)}")
+    tile = shape._asdict()
+    resident, streamed = (shape.block_n, shape.block_m) if kernel in KEY_KERNELS else shape[:2]
+    if shape.num_warps not in (4, 8, 12) or not 1 <= shape.num_stages <= 8 or streamed not in (16, 32, 64, 128):
+        raise ValueError(
+            "num_warps is 4, 8 or 12, num_stages 1 to 8, the block that streams a power of two from 16 to 128, got "
+            f"{tile}"
+        )
+    if kernel in KEY_KERNELS and streamed == 16 and shape.num_stages > 1:
+        raise ValueError(f"blocks of 16 queries are too short for TMA to copy ahead, got {tile}")
+    if resident > 256 or resident < 1 or resident % (WARP_ROWS * shape.num_warps):
+        raise ValueError(
+            f"a program's own block has {WARP_ROWS} rows for each warp, or a multiple, up to 256, got {tile}"
+        )
 
 
 def shared_bytes(problem: Problem, kernel: str, shape: Shape) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from flashdispatch_registry import BackendSpec, Code, HeadDims, Problem, Reason, Support, hookimpl
+from flashdispatch_registry.support import beyond_32_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels in NumPy, on CPU tensors, in this whole process: for tests, never by itself."""
@@ -34,15 +35,7 @@ def why_not(problem: Problem) -> Iterator[Reason]:
             "float16 or float32 there: the interpreter multiplies bfloat16's raw bits",
             "use float16, or run on a GPU",
         )
-    positions = problem.seqlen_q + problem.seqlen_k
-    if positions >= 2**30:
-        yield Reason(Code.BACKEND_LIMIT, "seqlen", f"Sq + Sk = {positions}", "less than 2**30: positions are 32 bit")
-    blocks = problem.batch * problem.heads_q * -(-max(problem.seqlen_q, problem.seqlen_k) // 16)
-    if blocks >= 2**31:
-        yield Reason(
-            Code.BACKEND_LIMIT, "batch", f"{blocks} blocks of 16 rows", "less than 2**31, a launch's largest grid",
-            "split the batch",
-        )  # fmt: skip
+    yield from beyond_32_bits(problem)
 
 
 SPEC = BackendSpec(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flashdispatch_backends.triton_fa2 import tiles
 from flashdispatch_backends.triton_fa2.compile import ALIGNMENT, KERNELS, MASK_STRIDES, STRIDE_UNIT, Recipe
-from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry import Extras, Gradients, Needs, Problem
 from flashdispatch_registry.layout import dense_strides, output_strides
+from flashdispatch_registry.tile_table import Shape
 
 LOG2E = math.log2(math.e)
 LARGE = 1e38

@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 from flashdispatch_backends.triton_fa2.backward import dkdv_kernel, dq_kernel
 from flashdispatch_backends.triton_fa2.forward import forward_kernel
 from flashdispatch_backends.triton_fa2.mask_gradient import dmask_kernel
-from flashdispatch_backends.triton_fa2.tiles import Shape
 from flashdispatch_registry.errors import ColdKernelError
+from flashdispatch_registry.tile_table import Shape
 
 KERNELS: dict[str, Any] = {
     "forward": forward_kernel,

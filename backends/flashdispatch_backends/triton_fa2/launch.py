@@ -7,8 +7,7 @@ as it is, with addresses as plain integers, which Triton's launcher takes withou
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,19 +34,12 @@ from flashdispatch_backends.triton_fa2.compile import (
     starter,
 )
 from flashdispatch_backends.triton_fa2.facts import facts
-from flashdispatch_backends.triton_fa2.tiles import Shape
-from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem, tile_store
+from flashdispatch_registry import Extras, Forward, Gradients, Needs, Problem
 from flashdispatch_registry.backend import NO_EXTRAS
+from flashdispatch_registry.binding import BindingBackend, BoundForward
 from flashdispatch_registry.kernels import KernelFacts, Tile
-from flashdispatch_registry.layout import output_strides
-
-log = logging.getLogger("flashdispatch")
-
-Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""Makes a tensor of a shape, strides and a dtype, with nothing in it."""
-
-BOUND_LIMIT = 1024
-"""Kinds of call that are remembered here; beyond it all are forgotten."""
+from flashdispatch_registry.layout import empty_on, output_strides, rows_of
+from flashdispatch_registry.tile_table import Shape, TileTable
 
 # torch.cuda.current_stream() makes a Stream object and costs 40 times as much. A CPU build of torch has neither.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # noqa: SLF001
@@ -55,45 +47,22 @@ CHECKED = frozenset({"q", "k", "v", "out", "lse", "dout", "mask"})
 """Tensors that others made: a kernel may use wide loads when they all begin at multiples of `ALIGNMENT`."""
 
 
-class TritonFA2:
+class TritonFA2(BindingBackend):
     """The backend: `Backend`, `Binds`, `Tunable`, `PreparesTiles` and `Inspectable` of the registry."""
 
     def __init__(self) -> None:
-        self._tiles: dict[str, Shape] = {}
-        self._tuned: dict[int, tuple[str, Mapping[str, Shape]]] = {}
-        self._bound: dict[Any, Any] = {}
+        super().__init__(TileTable(SPEC, tiles.SHIPPED, tiles.rows, tiles.space, tiles.careful, tiles.check))
 
-    # The contract
-
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+    def bind(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> BoundForward:
         """FA-2 Algorithm 1. q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
-        key = (problem, _metadata(q, k, v, extras))
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._remember(key, self.bind(problem, q, k, v, extras))
-        result: Forward = bound(q, k, v, extras)
-        return result
-
-    def bind(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
-    ) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
-        """What runs every forward whose tensors have the shapes, strides and dtypes of these."""
         return bound_forward(problem, q, k, v, extras, self.shape)
 
-    def backward(
-        self, problem: Problem, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, needs: Needs
-    ) -> Gradients:
+    def bind_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, extras: Extras,
+        with_dlse: bool, needs: Needs,
+    ) -> Backward:  # fmt: skip
         """FA-2 Algorithm 2, as two passes."""
-        q, k, v, out, lse, *given = saved
-        extras = Extras.restored(problem, given) if given else NO_EXTRAS
-        lse = lse.contiguous()  # a hook on saved tensors may give them back with other strides
-        key = (problem, _metadata(q, k, v, extras), out.stride(), dout.stride(), dlse is not None, needs)
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = BoundBackward(problem, q, k, v, out, dout, extras, dlse is not None, needs, self.shape)
-            self._remember(key, bound)
-        result: Gradients = bound(q, k, v, out, lse, dout, dlse, extras)
-        return result
+        return Backward(problem, q, k, v, out, dout, extras, with_dlse, needs, self.shape)
 
     def prepare(self, problem: Problem) -> None:
         """Compiles side by side what dense tensors of `problem` need, wherever they begin.
@@ -109,71 +78,18 @@ class TritonFA2:
         masks = (problem.dtype, torch.float32) if problem.attn_mask == "float" else (torch.bool,)
         return list(dict.fromkeys(x.recipe for mask in masks for x in described(problem, mask, self.shape)))
 
-    def _remember(self, key: Any, bound: Any) -> Any:
-        if len(self._bound) >= BOUND_LIMIT:
-            self._bound.clear()
-        self._bound[key] = bound
-        return bound
-
-    # Tiles
-
     def kernels(self, problem: Problem) -> Sequence[str]:
         """The kernels that `problem` may launch."""
         backward = ("dq", *tiles.key_passes(problem)) if problem.needs_backward else ()
         return ("forward", *backward, *(("dmask",) if "attn_mask" in problem.needs_grad else ()))
 
-    def tile_key(self, problem: Problem, kernel: str) -> str:
-        """See `tiles.key`."""
-        return tiles.key(problem, kernel)
-
-    def tile_space(self, problem: Problem, kernel: str) -> Sequence[Tile]:
-        """See `tiles.space`."""
-        return [
-            shape._asdict() for shape in dict.fromkeys((self.shape(problem, kernel), *tiles.space(problem, kernel)))
-        ]
-
-    def tile(self, problem: Problem, kernel: str) -> Tile:
-        """The tile in force."""
-        return self.shape(problem, kernel)._asdict()
-
-    def set_tile(self, problem: Problem, kernel: str, tile: Tile | None) -> None:
-        """Uses `tile` for calls that are bound from now on; None goes back to what was tuned or shipped.
-
-        Raises ValueError for an unknown kernel and for what is no tile.
-        """
-        if kernel not in KERNELS:
-            raise ValueError(f"triton_fa2 has no kernel {kernel!r}; it has {', '.join(KERNELS)}")
-        self._bound.clear()
-        key = tiles.key(problem, kernel)
-        if tile is None:
-            self._tiles.pop(key, None)
-        else:
-            self._tiles[key] = Shape.of(tile)
-
     def prepare_tiles(self, problem: Problem, kernel: str, tiles: Sequence[Tile]) -> None:
         """Compiles `kernel` with each of `tiles` in processes beside each other, for dense tensors."""
-        shapes = [Shape.of(tile) for tile in tiles]
+        shapes = [self.table.checked(kernel, tile) for tile in tiles]
         wanted = [recipe for recipe in self._recipes(problem) if recipe.kernel == kernel]
         compile_in_processes(
             [recipe.with_shape(shape) for recipe in wanted for shape in shapes], torch.cuda.get_device_capability()
         )
-
-    def shape(self, problem: Problem, kernel: str) -> Shape:
-        """The tile in force, of the problem's best row: set in this process, else tuned on this GPU, else shipped."""
-        return tiles.look_up(problem, kernel, self._tiles, self._tuned_here(problem), tiles.SHIPPED)
-
-    def _tuned_here(self, problem: Problem) -> Mapping[str, Shape]:
-        """What was tuned on the current GPU; nothing for a problem of another architecture."""
-        if problem.device_type != "cuda" or not torch.cuda.is_available():
-            return {}
-        index = torch.cuda.current_device()
-        if index not in self._tuned:
-            fingerprint = tile_store.fingerprint_of(SPEC, index)
-            self._tuned[index] = (fingerprint["arch"], _checked(tile_store.load(SPEC.name, fingerprint)))
-        arch, tuned = self._tuned[index]
-        return tuned if arch == problem.arch else {}
-
-    # What it compiles to
 
     def facts(self, problem: Problem) -> Sequence[KernelFacts]:
         """Compiles for ``problem.arch``; needs no GPU."""
@@ -226,26 +142,9 @@ def launch_all(kernels: Sequence[BoundKernel], tensors: Tensors) -> None:
         start(launch.grid, 1, 1, _current_stream(kernel.index), *fixed, *addresses, *launch.rest)
 
 
-def empty_on(device: torch.device) -> Empty:
-    """``torch.empty_strided(shape, strides, dtype=dtype)`` on `device`, which on a GPU must be the current one.
-
-    There it is the function that torch's compiled graphs allocate with, where torch has it: half the host time.
-    """
-    fast: Empty | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # noqa: SLF001
-    if device.type == "cuda" and fast is not None:
-        return fast
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def rows_of(q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """What LSE, Delta and total are made as: (B, Hq, Sq) float32, dense."""
-    batch, seqlen_q, heads, _ = q.shape
-    return (batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32
-
-
 def bound_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, shape_of: Callable[[Problem, str], Shape]
-) -> Callable[[Tensor, Tensor, Tensor, Extras], Forward]:
+) -> BoundForward:
     """The forward of every call with this one's metadata: makes out and lse, and launches.
 
     A closure, and `launch_all` written out in it: it is on every call's way.
@@ -279,7 +178,7 @@ def bound_forward(
     return run
 
 
-class BoundBackward:
+class Backward:
     """The backward of every call with one call's metadata."""
 
     def __init__(
@@ -317,23 +216,6 @@ class BoundBackward:
         if dmask is not None and extras.attn_mask is not None:
             summed = dmask.sum_to_size(extras.attn_mask.shape).to(extras.attn_mask.dtype)
         return Gradients(dq, dk, dv, summed, None if dsinks is None else dsinks.sum(dim=(0, 2)))
-
-
-def _checked(tuned: Mapping[str, Tile]) -> Mapping[str, Shape]:
-    """What was kept on disk, without what is no tile: a warning says so, and the shipped one is used."""
-    good = {}
-    for key, tile in tuned.items():
-        try:
-            good[key] = Shape.of(tile)
-        except ValueError as error:
-            log.warning("the tuned tile of %s is not used: %s", key, error)
-    return good
-
-
-def _metadata(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[object, ...]:
-    """What a launch depends on beside the problem. Dtypes but the mask's, and Dv, are the problem's."""
-    given = None if extras is NO_EXTRAS else tuple(None if x is None else (x.stride(), x.dtype) for x in extras)
-    return q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), given
 
 
 backend = TritonFA2()

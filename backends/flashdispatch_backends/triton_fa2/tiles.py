@@ -3,10 +3,6 @@
 A tile says how many queries and keys a program works on, by how many warps, and how many blocks are copied ahead. It
 changes no result beyond rounding. A call reads it when its plan is made; nothing is tuned during a call.
 
-    block_m, block_n   queries and keys of a tile
-    num_warps          warps of a program
-    num_stages         blocks of K and V (or Q and dO) in shared memory or on their way to it
-
 `SHIPPED` says of each group whether it was measured or only compiled. A tile that ``flashdispatch tune tiles`` found on
 this GPU (`flashdispatch_registry.tile_store`) comes before the shipped one of the same row.
 """
@@ -16,56 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import NamedTuple
 
-from flashdispatch_registry.arch import sm_number
-from flashdispatch_registry.kernels import Tile
 from flashdispatch_registry.problem import Problem
+from flashdispatch_registry.tile_table import SHARED_BYTES, Shape, family, masks
 
-
-class Shape(NamedTuple):
-    """A tile, by name."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, tile: Tile) -> Shape:
-        """A tile from elsewhere, checked: a kernel with another one would read and write where it must not.
-
-        Raises ValueError.
-        """
-        if set(tile) != set(cls._fields):
-            raise ValueError(f"a tile of triton_fa2 has {', '.join(cls._fields)}, got {dict(tile)}")
-        shape = cls(**tile)
-        sizes_fit = all(16 <= size <= 256 and size.bit_count() == 1 for size in shape[:2])
-        if not sizes_fit or shape.num_warps not in (1, 2, 4, 8, 16) or not 1 <= shape.num_stages <= 8:
-            raise ValueError(
-                "block_m and block_n are powers of two from 16 to 256, num_warps one up to 16, num_stages 1 to 8, got "
-                f"{dict(tile)}"
-            )
-        return shape
-
-
-SHARED_BYTES: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
-"""Shared memory a block may have, by family. CUDA C++ Programming Guide, technical specifications per capability."""
+KERNELS = ("forward", "dq", "dkdv", "dk", "dv", "dmask")
+"""Those that have tiles. "dk" and "dv" are the dK/dV kernel when it makes one of them."""
+KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
+"""Kernels whose programs own keys, so that block_n stays on the chip and block_m streams."""
 
 SPLIT_ABOVE = 256
 """Bytes of a row of K on the chip. Beyond it the accumulators of dK and dV do not fit into registers side by side."""
-
-
-def family(arch: str) -> str:
-    """The rows that `arch` reads: one family has the same instructions and the same shared memory."""
-    number = sm_number(arch) or 0
-    if number in (80, 87):
-        return "sm_80"
-    if number == 90:
-        return "sm_90"
-    if 100 <= number < 120:
-        return "sm_100"
-    return "sm_86"  # 99 KiB of shared memory: sm_86, sm_89, sm_120, and the careful choice for what is not known
 
 
 def padded(head_dim: int, arch: str) -> int:
@@ -88,26 +45,10 @@ def key_passes(problem: Problem) -> tuple[str, ...]:
     return ("dk", "dv") if wide else ("dkdv",)
 
 
-def key(problem: Problem, kernel: str) -> str:
-    """What a tile depends on, as the name of a row."""
-    d, dv = padded_dims(problem)
-    return _row(problem, kernel, f"d{d}" if d == dv else f"d{d}x{dv}", _mask(problem))
-
-
 def _row(problem: Problem, kernel: str, dims: str, mask: str) -> str:
     bits = 8 * problem.dtype.itemsize
     number = f"{bits}bit" if bits == 16 else f"{bits}bit-{problem.fp32_precision}"
     return "/".join(filter(None, (kernel, family(problem.arch), number, dims, mask, _kind(problem))))
-
-
-MASKS = ("window", "causal", "full")
-"""Masks of position; a problem without a row of its own reads one further right."""
-
-
-def _mask(problem: Problem) -> str:
-    if problem.band.is_full:
-        return "full"
-    return "causal" if problem.band.left is None else "window"
 
 
 def _kind(problem: Problem) -> str:
@@ -129,27 +70,31 @@ MASK_BYTES: Mapping[str, int] = {"extra": 1, "bias": 4, "heavy": 4}
 
 def rows(problem: Problem, kernel: str) -> tuple[str, ...]:
     """The rows that a problem may read, best first: its own, that of the wider head dim, those of plainer masks."""
-    wide = f"d{max(64, *padded_dims(problem))}"
-    plainer = MASKS[MASKS.index(_mask(problem)) :]
-    return tuple(dict.fromkeys((key(problem, kernel), *(_row(problem, kernel, wide, mask) for mask in plainer))))
+    d, dv = padded_dims(problem)
+    own, wide = f"d{d}" if d == dv else f"d{d}x{dv}", f"d{max(64, d, dv)}"
+    mask, *_ = plainer = masks(problem)
+    return tuple(dict.fromkeys((_row(problem, kernel, own, mask), *(_row(problem, kernel, wide, x) for x in plainer))))
 
 
-def look_up(problem: Problem, kernel: str, *tables: Mapping[str, Shape]) -> Shape:
-    """The tile of the best row that any table has, an earlier table first; else a small one that fits everywhere."""
-    for row in rows(problem, kernel):
-        for table in tables:
-            if row in table:
-                return table[row]
-    return _careful(problem, kernel)
-
-
-def _careful(problem: Problem, kernel: str) -> Shape:
+def careful(problem: Problem, kernel: str) -> Shape:
     """Fits the shared memory of every family, and mostly the registers, whatever else a score needs."""
     row_bytes = max(64, *padded_dims(problem)) * problem.dtype.itemsize
     resident, streamed = (64, 64) if row_bytes <= 128 else (64, 32) if row_bytes <= 256 else (32, 32)
     if row_bytes > 512:
         resident, streamed = 16, 16
-    return Shape(streamed, resident, 4, 1) if kernel in _KEY_KERNELS else Shape(resident, streamed, 4, 1)
+    return Shape(streamed, resident, 4, 1) if kernel in KEY_KERNELS else Shape(resident, streamed, 4, 1)
+
+
+def check(kernel: str, shape: Shape) -> None:
+    """Raises ValueError for a tile with which `kernel` would read and write where it must not."""
+    if kernel not in KERNELS:
+        raise ValueError(f"triton_fa2 has no kernel {kernel!r}; it has {', '.join(KERNELS)}")
+    sizes_fit = all(16 <= size <= 256 and size.bit_count() == 1 for size in shape[:2])
+    if not sizes_fit or shape.num_warps not in (1, 2, 4, 8, 16) or not 1 <= shape.num_stages <= 8:
+        raise ValueError(
+            "block_m and block_n are powers of two from 16 to 256, num_warps one up to 16, num_stages 1 to 8, got "
+            f"{shape._asdict()}"
+        )
 
 
 ACCUMULATOR_REGISTERS = 192
@@ -181,7 +126,7 @@ def space(problem: Problem, kernel: str) -> Iterator[Shape]:
         blocks = num_stages if arch in ("sm_90", "sm_100") else max(1, num_stages - 1)
         block_bytes = streamed * (streamed_bytes + resident * mask_bytes)
         if resident * resident_bytes + blocks * block_bytes <= limit:
-            block_m, block_n = (streamed, resident) if kernel in _KEY_KERNELS else (resident, streamed)
+            block_m, block_n = (streamed, resident) if kernel in KEY_KERNELS else (resident, streamed)
             yield Shape(block_m, block_n, num_warps, num_stages)
 
 
@@ -192,9 +137,6 @@ def _accumulators(problem: Problem, kernel: str, resident: int, streamed: int) -
     width = {"forward": dv, "dq": d, "dkdv": d + dv, "dk": d, "dv": dv, "dmask": 0}[kernel]
     return tiles * resident * streamed + resident * width
 
-
-_KEY_KERNELS = frozenset({"dkdv", "dk", "dv"})
-"""Kernels whose programs own keys, so that block_n stays on the chip and block_m streams."""
 
 SHIPPED: Mapping[str, Shape] = {
     # sm_90, 16 bit: measured on an H200, 16k tokens, S = 4096
