@@ -72,7 +72,7 @@ def view(findings: Findings, *, traceback: bool = True, settings: bool = False) 
         for name, trace in findings.tracebacks.items():
             parts += _traceback(f"backend {name}", trace)
     if findings.issues:
-        parts += _section("Known issues, passed over automatically", facts_view(list(_issues(findings))))
+        parts += _section("Known issues", facts_view(list(_issues(findings))))
     parts += _section("Settings", Group(*_settings_lines(findings, everything=settings)))
     parts += _section("Result", facts_view(list(_result(findings))))
     return Group(*parts)
@@ -190,7 +190,8 @@ def _traceback(title: str, trace: str) -> list[RenderableType]:
 
 def _issues(findings: Findings) -> Iterator[Fact]:
     for issue in findings.issues:
-        yield Fact(f"{issue.backend} {issue.versions}".rstrip(), f"{issue.reason} ({issue.url})")
+        then = "passed over automatically" if issue.priority is None else f"priority {issue.priority} at most"
+        yield Fact(f"{issue.backend} {issue.versions}".rstrip(), f"{issue.reason} ({issue.url}): {then}")
 
 
 def _settings_lines(findings: Findings, *, everything: bool) -> Iterator[RenderableType]:

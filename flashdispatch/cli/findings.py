@@ -119,7 +119,13 @@ class Findings:
                 for backend in self.backends
             ],
             "known_issues": [
-                {"backend": issue.backend, "versions": issue.versions, "reason": issue.reason, "url": issue.url}
+                {
+                    "backend": issue.backend,
+                    "versions": issue.versions,
+                    "reason": issue.reason,
+                    "url": issue.url,
+                    "priority": issue.priority,
+                }
                 for issue in self.issues
             ],
             "settings": {"in_force": self.in_force, "unknown": self.unknown},

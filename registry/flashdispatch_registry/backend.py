@@ -231,6 +231,9 @@ class BackendSpec:
 class KnownIssue:
     """A combination known to be wrong, as data: auto-selection passes it over, and a plan that forces it says so.
 
+    With a `priority` it is right and slow: the backend ranks no higher there, and the plan says why. That stands apart
+    from the backend's own declaration, so that a new measurement leaves conformance reports valid.
+
     `versions` is a specifier set (``"<2.1"``) on the backend's distribution; empty means all.
     """
 
@@ -239,8 +242,11 @@ class KnownIssue:
     url: str
     when: Callable[[Problem], bool] = field(hash=False)
     versions: str = ""
+    priority: int | None = None
 
     def __post_init__(self) -> None:
+        if self.priority is not None and not isinstance(self.priority, int):
+            raise TypeError(f"KnownIssue's priority is an int or None, got {self.priority!r}")
         if not all(isinstance(text, str) for text in (self.backend, self.reason, self.url)) or not callable(self.when):
             raise TypeError(f"KnownIssue takes texts and a function, got {self!r}")
         SpecifierSet(self.versions)  # raises InvalidSpecifier, a ValueError

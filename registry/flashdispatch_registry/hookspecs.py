@@ -30,7 +30,7 @@ def flashdispatch_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-bod
 
 @hookspec
 def flashdispatch_known_issues() -> Iterable[KnownIssue]:  # type: ignore[empty-body]  # a hookspec has no body
-    """Combinations known to be wrong, of any backend (also of another plugin's), each with a link.
+    """Combinations known to be wrong, or slow, of any backend (also of another plugin's), each with a link.
 
     Called once per discovery. An empty answer means none are known.
     """

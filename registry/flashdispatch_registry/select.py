@@ -1,7 +1,7 @@
 """The choice, as a pure function: (problem, backends, who asked for what) -> Plan. No GPU, no environment, no state.
 
-Order of preference among the backends that can run: static priority for the architecture, then name. The same inputs
-always give the same plan.
+Order of preference among the backends that can run: static priority for the architecture, lowered where a known issue
+says that a backend is slow, then name. The same inputs always give the same plan.
 """
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ def select(
     disabled.
     """
     candidates = [_candidate(problem, entry, disabled, verdicts) for entry in entries]
+    for at, candidate in enumerate(candidates):
+        slow = _slow(problem, candidate, issues)
+        if slow is not None:
+            priority, issue = slow
+            candidates[at] = replace(candidate, priority=priority)
+            if forced is None and candidate.can_run:
+                notes += (f"{candidate.name} has priority {priority} here: {issue.reason} ({issue.url})",)
     if forced is None:
         candidates = [
             _for_auto(problem, candidate, entry.spec, issues, refuse_fallback)
@@ -188,6 +195,7 @@ def _for_auto(
     reasons = [
         Reason(Code.KNOWN_ISSUE, "problem", issue.reason, "what is known to be right", f"see {issue.url}")
         for issue in _hits(problem, candidate, issues)
+        if issue.priority is None
     ]
     fix = f'ask for it with backend="{candidate.name}"'
     if spec is not None and spec.by_name_only:
@@ -233,6 +241,16 @@ def _hits(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue]) 
         and SpecifierSet(issue.versions).contains(candidate.version or "0", prereleases=True)
         and _applies(issue, problem)
     ]
+
+
+def _slow(problem: Problem, candidate: Candidate, issues: Sequence[KnownIssue]) -> tuple[int, KnownIssue] | None:
+    """The lowest priority that a known issue leaves a backend, and that issue; None when none lowers it."""
+    lower = [
+        (issue.priority, issue)
+        for issue in _hits(problem, candidate, issues)
+        if issue.priority is not None and issue.priority < candidate.priority
+    ]
+    return min(lower, key=lambda pair: pair[0], default=None)
 
 
 def _applies(issue: KnownIssue, problem: Problem) -> bool:

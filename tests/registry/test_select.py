@@ -240,6 +240,50 @@ def test_a_known_issue_that_can_not_answer_stands(spec, problem) -> None:
     assert codes(plan, "fast") == [Code.KNOWN_ISSUE]
 
 
+# Right, and slow
+
+
+def slow(priority: int, **changes: Any) -> KnownIssue:
+    return issue("masked", reason="masks are slow", priority=priority, **changes)
+
+
+def test_where_a_backend_is_slow_another_one_comes_first_and_the_plan_says_why(spec, problem) -> None:
+    entries = [entry(spec("masked", priority={"*": 9})), entry(spec("steady", priority={"*": 5}))]
+    plan = select(problem(), entries, issues=[slow(4)], notes=("before",))
+    assert names(plan) == ["steady", "masked"]
+    assert plan.candidate("masked").priority == 4
+    assert codes(plan, "masked") == []
+    assert plan.notes == ("before", "masked has priority 4 here: masks are slow (https://example.org/issues/7)")
+    assert select(problem(seqlen_k=33), entries, issues=[slow(4)]).chosen == "masked"
+
+
+def test_where_a_backend_is_slow_and_alone_it_is_chosen(spec, problem) -> None:
+    entries = [entry(spec("masked", priority={"*": 9})), entry(spec("steady", priority={"*": 5}))]
+    plan = select(problem(), entries, issues=[slow(4)], disabled=frozenset({"steady"}))
+    assert plan.chosen == "masked"
+
+
+def test_the_lowest_of_several_priorities_holds_and_none_is_raised(spec, problem) -> None:
+    entries = [entry(spec("masked", priority={"*": 5}))]
+    plan = select(problem(), entries, issues=[slow(4), slow(3), slow(9)])
+    assert plan.candidate("masked").priority == 3
+    assert len(plan.notes) == 1
+    plan = select(problem(), entries, issues=[slow(9)])
+    assert (plan.candidate("masked").priority, plan.notes) == (5, ())
+
+
+def test_a_slow_backend_that_can_not_run_needs_no_note(spec, problem) -> None:
+    entries = [entry(spec("masked", priority={"*": 9})), entry(spec("steady"))]
+    plan = select(problem(), entries, issues=[slow(4)], disabled=frozenset({"masked"}))
+    assert (plan.chosen, plan.notes) == ("steady", ())
+
+
+def test_a_slow_backend_that_is_forced_is_used_with_a_note(spec, problem) -> None:
+    plan = select(problem(), [entry(spec("masked", priority={"*": 9}))], forced=forced("masked"), issues=[slow(4)])
+    assert plan.chosen == "masked"
+    assert plan.notes == ("known issue with masked: masks are slow (https://example.org/issues/7)",)
+
+
 @pytest.mark.parametrize("numerics", ["low_precision_accum", "quantized", "approximate"])
 def test_what_is_not_exact_is_never_chosen_automatically(spec, problem, numerics: str) -> None:
     entries = [entry(spec("rough", numerics=numerics, priority={"*": 9})), entry(spec("exact"))]

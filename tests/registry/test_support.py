@@ -266,7 +266,9 @@ def test_a_spec_of_wrong_types_is_refused_where_it_is_made(spec, changes: dict[s
         spec("odd", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"when": None}, {"backend": None}, {"url": None}, {"versions": "abc"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"when": None}, {"backend": None}, {"url": None}, {"versions": "abc"}, {"priority": "9"}], ids=str
+)
 def test_a_known_issue_of_wrong_types_is_refused_where_it_is_made(changes: dict[str, Any]) -> None:
     fields = {"backend": "x", "reason": "wrong", "url": "https://example.org", "when": lambda _: True}
     with pytest.raises((TypeError, ValueError)):
