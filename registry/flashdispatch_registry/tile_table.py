@@ -35,9 +35,9 @@ class Shape(NamedTuple):
 
     @classmethod
     def named(cls, tile: Tile) -> Shape:
-        """A tile from elsewhere. Raises ValueError when it has other names."""
-        if set(tile) != set(cls._fields):
-            raise ValueError(f"a tile has {', '.join(cls._fields)}, got {dict(tile)}")
+        """A tile from elsewhere. Raises ValueError when it has other names, or what is no int."""
+        if set(tile) != set(cls._fields) or not all(type(value) is int for value in tile.values()):
+            raise ValueError(f"a tile has the ints {', '.join(cls._fields)}, got {dict(tile)}")
         return cls(**tile)
 
 
@@ -115,7 +115,8 @@ class TileTable:
         if tile is None:
             self._set.pop(self.key(problem, kernel), None)
         else:
-            shape = self.checked(kernel, tile)
+            shape = Shape.named(tile)
+            self.check(kernel, shape)
             self._set[self.key(problem, kernel)] = shape
 
     def legal(self, tuned: Mapping[str, Tile]) -> Mapping[str, Shape]:

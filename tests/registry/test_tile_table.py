@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,8 +70,17 @@ def test_the_tile_in_force_is_worth_measuring_and_none_is_measured_twice() -> No
     assert table({"forward/full": TWO}).worth_measuring(PROBLEM, "forward") == [TWO, ONE]
 
 
-@pytest.mark.parametrize("bad", [{"block_m": 64}, ONE._asdict() | {"more": 1}, ONE._asdict() | {"block_m": 0}], ids=str)
-def test_what_is_no_tile_is_never_in_force(bad: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+NO_TILES: list[dict[str, Any]] = [
+    {"block_m": 64},
+    ONE._asdict() | {"more": 1},
+    ONE._asdict() | {"block_m": 0},
+    ONE._asdict() | {"block_m": 64.0},
+    ONE._asdict() | {"block_m": "64"},
+]
+
+
+@pytest.mark.parametrize("bad", NO_TILES, ids=str)
+def test_what_is_no_tile_is_never_in_force(bad: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     found = table({})
     with pytest.raises(ValueError, match="block_m"):
         found.set(PROBLEM, "forward", bad)
@@ -81,6 +91,12 @@ def test_what_is_no_tile_is_never_in_force(bad: dict[str, int], caplog: pytest.L
         }
     assert "the tuned tile of tiled for forward/full is not used" in caplog.text
     assert "the tuned tile of tiled for dq/full is not used" in caplog.text
+
+
+def test_a_tile_is_set_for_a_kernel_and_for_nothing_else() -> None:
+    for name in ("forward/full", "", "dq"):
+        with pytest.raises(ValueError, match="not of"):
+            table({}).set(PROBLEM, name, ONE._asdict())
 
 
 @pytest.mark.parametrize(
