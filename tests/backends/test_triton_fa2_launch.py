@@ -498,6 +498,10 @@ def test_a_kernel_that_there_is_not_has_no_tile(backend: TritonFA2) -> None:
         backend.set_tile(problem(), "nope", SHIPPED["forward/sm_90/16bit/d64/full"]._asdict())
 
 
+def test_every_kernel_has_tiles() -> None:
+    assert set(tiles.KERNELS) == set(KERNELS)
+
+
 def test_a_tuned_tile_serves_kindred_masks(backend: TritonFA2) -> None:
     tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
     backend.set_tile(problem(band=Band(None, 0)), "forward", tile)
