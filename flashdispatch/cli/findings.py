@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import flashdispatch
@@ -21,7 +21,7 @@ from flashdispatch.cli.settings_faults import bad_values, forced_in_vain, names_
 from flashdispatch_registry.backend import KnownIssue
 from flashdispatch_registry.errors import BackendLoadError, FlashDispatchError
 from flashdispatch_registry.plugins import BUILT_IN, PluginRecord
-from flashdispatch_registry.reasons import Code
+from flashdispatch_registry.reasons import Code, Reason
 from flashdispatch_registry.versions import versions
 
 
@@ -59,7 +59,7 @@ class Findings:
         if self.unexamined and self.unexamined not in lines:
             lines.append(self.unexamined)
         lines += [f"plugin {p.name} ({p.distribution}): {p.problem}" for p in self.plugins if p.problem]
-        lines += [f"backend {name}: {trace.strip().splitlines()[-1]}" for name, trace in self.tracebacks.items()]
+        lines += [f"backend {name}: {fault.got}" for name, fault in self._failed_to_load()]
         if not self.unexamined and not self.ready:
             lines.append(f"no backend can run on this machine ({self.machine.arch})")
         return tuple(lines)
@@ -86,16 +86,23 @@ class Findings:
                     "on first use (tell its authors)"
                 )
         for backend in self.backends:
-            if backend.name in self.tracebacks:
-                own = backend.spec.install if backend.spec else ""
-                fix = own or f"pip install --upgrade {backend.distribution}"
-                lines.append(f"backend {backend.name} does not load: `{fix}`; its traceback is for its authors")
             missing = [reason for reason in backend.reasons if reason.code is Code.DEP_MISSING]
             if missing and len(missing) == len(backend.reasons):
                 lines.append(f"{backend.name} is only missing packages: `{missing[0].fix}`")
+        for name, fault in self._failed_to_load():
+            lines.append(f"backend {name} does not load: {fault.fix}; its traceback is for its authors")
         lines += self.ineffective
         lines += [f"{name} is not a flashdispatch setting.{hint}" for name, hint in self.unknown.items()]
         return tuple(lines)
+
+    def _failed_to_load(self) -> Iterator[tuple[str, Reason]]:
+        """Backends whose code failed to load just now, and why; the fix is a text, or a command in backticks."""
+        for backend in self.backends:
+            fault = next((r for r in backend.reasons if r.code is Code.LOAD_FAILED), None)
+            if fault is not None and backend.name in self.tracebacks:
+                install = backend.spec.install if backend.spec else ""
+                command = install or f"pip install --upgrade {backend.distribution}"
+                yield backend.name, replace(fault, fix=fault.fix if fault.fix not in ("", install) else f"`{command}`")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dict."""

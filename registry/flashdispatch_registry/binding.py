@@ -35,7 +35,10 @@ class BoundBackward(Protocol):
 
 
 class BindingBackend(ABC):
-    """In part `Backend`, `Binds` and `Tunable` of this package; its forward saves q, k, v, out, lse and the extras."""
+    """`Backend`, `Binds` and `Tunable` of this package, but for four methods that are a backend's own.
+
+    They are `bind`, `bind_backward`, `prepare` and `kernels`. What `bind` returns saves q, k, v, out, lse and extras.
+    """
 
     def __init__(self, table: TileTable) -> None:
         self.table = table
@@ -51,6 +54,14 @@ class BindingBackend(ABC):
         with_dlse: bool, needs: Needs,
     ) -> BoundBackward:  # fmt: skip
         """What runs every backward whose tensors have the metadata of these."""
+
+    @abstractmethod
+    def prepare(self, problem: Problem) -> None:
+        """See `Backend.prepare`."""
+
+    @abstractmethod
+    def kernels(self, problem: Problem) -> Sequence[str]:
+        """See `Tunable.kernels`."""
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
         """See `Backend.forward`."""

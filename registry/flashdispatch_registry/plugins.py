@@ -179,8 +179,8 @@ class Registry:
                 backend = _import_backend(entry.spec)
             except (Exception, SystemExit) as error:  # a module may call sys.exit() when it is imported
                 self._tracebacks[name] = traceback.format_exc()
-                got = f"{type(error).__name__}: {error}"
-                fix = "; ".join(getattr(error, "__notes__", ())) or entry.spec.install
+                got = _said(error)
+                fix = "; ".join(_notes(error)) or entry.spec.install
                 fault = Reason(Code.LOAD_FAILED, "factory", got, "an importable backend", fix)
                 if fault not in entry.faults:
                     self._entries[name] = replace(entry, faults=(*entry.faults, fault))
@@ -273,7 +273,7 @@ class Registry:
         return records
 
     def _failed(self, record: PluginRecord, error: BaseException, seconds: float) -> PluginRecord:
-        text = f"{type(error).__name__}: {error}"
+        text = _said(error)
         fix = "see `flashdispatch doctor`"
         self._stand_in(record, Reason(Code.LOAD_FAILED, "plugin", text, "a plugin that imports", fix))
         trace = "".join(traceback.format_exception(error))
@@ -348,6 +348,22 @@ def _missing(requires: Sequence[str], install: str) -> Iterable[Reason]:
         if not met:
             got = f"{have} installed" if have else "not installed"
             yield Reason(Code.DEP_MISSING, requirement.name, got, text, install or f"pip install '{text}'")
+
+
+def _said(error: BaseException) -> str:
+    """The exception in one text, also where a third party's ``__str__`` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as another:  # noqa: BLE001  it must not break the others' choice
+        return f"{type(error).__name__}, whose text raises {type(another).__name__}"
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was added to the exception with ``add_note``, without what says nothing."""
+    notes = getattr(error, "__notes__", None)
+    if not isinstance(notes, list):
+        return []
+    return [note.strip() for note in notes if isinstance(note, str) and note.strip()]
 
 
 def _import_backend(spec: BackendSpec) -> Backend:

@@ -72,12 +72,15 @@ def matches(verdict: Verdict, source: str, languages: Mapping[str, str]) -> bool
 
 
 def minor(version: str) -> str:
-    """``"3.6"`` for ``"3.6.1+cu130"``; what is no version stays as it is."""
+    """``"3.6"`` for ``"3.6.1+cu130"``, ``"0.1.15"`` for itself; what is no version stays as it is.
+
+    Before 1.0 the third number is what changes with every release: 0.1.13 says nothing of 0.1.15.
+    """
     try:
         found = Version(version)
     except InvalidVersion:
         return version
-    return f"{found.major}.{found.minor}"
+    return f"{found.major}.{found.minor}" if found.major else f"0.{found.minor}.{found.micro}"
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from importlib.metadata import distribution
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_a_plugin_that_is_not_allowed_is_shown_with_the_setting_that_says_so(
     assert "to do" not in ran.out
     tiles = next(b for b in json.loads(command("doctor", "--json").out)["backends"] if b["name"] == "tiles")
     assert [reason["code"] for reason in tiles["reasons"]] == ["NOT_ALLOWED"]
+
+
+def test_what_a_backend_says_would_help_is_in_the_advice_and_what_broke_in_the_result(
+    command: Command, add_plugin: AddPlugin, plugin_source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_compiler.py").write_text("e = OSError('no nvcc')\ne.add_note('install the toolkit')\nraise e\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    add_plugin("tiles", plugin_source("tiles", factory="no_compiler"))
+    words = command("doctor").words
+    assert "broken backend tiles: OSError: no nvcc" in words
+    assert "to do backend tiles does not load: install the toolkit; its traceback is for its authors" in words
 
 
 def test_known_issues_are_listed_with_their_links(

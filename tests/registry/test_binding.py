@@ -35,6 +35,12 @@ class Counting(BindingBackend):
         self.bound.append("forward")
         return lambda q, k, v, extras: Forward(v, None, (q, k, v, v, q, *extras.given(problem)))
 
+    def prepare(self, problem: Problem) -> None:
+        """Nothing to compile."""
+
+    def kernels(self, problem: Problem) -> tuple[str, ...]:
+        return ("forward",)
+
     def bind_backward(self, problem: Problem, *_: Any) -> BoundBackward:
         self.bound.append("backward")
 

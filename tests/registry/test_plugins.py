@@ -608,6 +608,28 @@ def test_notes_on_what_failed_say_what_would_help(registry: Registry, spec, tmp_
     assert (fault.got, fault.fix) == ("OSError: no nvcc", "install the toolkit")
 
 
+ODD = {
+    "no list": ("error.__notes__ = None", "pip install mine"),
+    "a string": ("error.__notes__ = 'install it'", "pip install mine"),
+    "numbers": ("error.__notes__ = [1]", "pip install mine"),
+    "blank": ("error.add_note(' \\n')", "pip install mine"),
+    "several": ("error.add_note(' one '); error.add_note('two')", "one; two"),
+}
+
+
+@pytest.mark.parametrize(("line", "fix"), ODD.values(), ids=ODD)
+def test_odd_notes_and_a_text_that_raises_harm_nobody(registry, spec, tmp_path, monkeypatch, line, fix) -> None:
+    lines = ("class Odd(Exception):", "    def __str__(self): return 1 / 0", "error = Odd()", line, "raise error")
+    (tmp_path / "odd_kernels.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_kernels", raising=False)
+    registry.register(spec("mine", factory="odd_kernels", install="pip install mine"))
+    with pytest.raises(BackendLoadError, match="Odd, whose text raises ZeroDivisionError"):
+        registry.load("mine")
+    (fault,) = next(entry for entry in registry.entries() if entry.name == "mine").faults
+    assert fault.fix == fix
+
+
 @pytest.mark.parametrize(
     ("factory", "text"),
     [

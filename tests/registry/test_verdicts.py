@@ -117,7 +117,15 @@ def test_the_impossible_is_not_tested(spec: Any, problem: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [("3.6.1+cu130", "3.6"), ("3.10", "3.10"), ("4", "4.0"), ("not installed", "not installed")]
+    ("number", "text"),
+    [
+        ("3.6.1+cu130", "3.6"),
+        ("3.10", "3.10"),
+        ("4", "4.0"),
+        ("0.1.15", "0.1.15"),
+        ("0.2+x", "0.2.0"),
+        ("not installed", "not installed"),
+    ],
 )
 def test_minor_versions(number: str, text: str) -> None:
     assert minor(number) == text
