@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from flashdispatch_registry.problem import Problem
 from flashdispatch_registry.reasons import Reason
 from flashdispatch_registry.support import Support
+from flashdispatch_registry.versions import alternatives
 
 API_VERSION = 1
 """The version of this contract. It rises only when a backend written for the old one would compute something wrong."""
@@ -183,7 +183,8 @@ class BackendSpec:
     portable: bool = False
     """No architecture-specific code: runs wherever PyTorch does, so "tested on this architecture" is no question."""
     requires: tuple[str, ...] = ()
-    """Distributions it needs, as requirement strings: ``("triton>=3.4",)``. Checked without importing them."""
+    """Distributions it needs, as requirement strings: ``("triton>=3.4",)``; ``"a>=1 | b>=1"`` where one of several
+    will do. Checked without importing them."""
     install: str = ""
     """What to type when they are missing: ``pip install 'flashdispatch[triton]'``."""
     why_not: Callable[[Problem], Iterable[Reason]] | None = field(default=None, hash=False)
@@ -214,7 +215,7 @@ class BackendSpec:
             if value not in allowed:
                 raise ValueError(f"{self.name}: {what} must be one of {', '.join(allowed)}, got {value!r}")
         for text in self.requires:
-            Requirement(text)  # raises InvalidRequirement, a ValueError
+            alternatives(text)  # raises InvalidRequirement, a ValueError
         if not isinstance(self.support, Support):
             raise TypeError(f"{self.name}: support must be a Support, got {type(self.support).__name__}")
         for arch, rank in self.priority.items():

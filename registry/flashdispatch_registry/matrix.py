@@ -99,7 +99,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("extra memory", lambda spec: spec.memory),
     ("fused", lambda spec: "yes" if spec.fused else "no"),
     ("numerics", lambda spec: spec.numerics.replace("_", " ")),
-    ("needs", lambda spec: ", ".join(spec.requires) or "nothing more"),
+    ("needs", lambda spec: ", ".join(spec.requires).replace(" | ", " or ") or "nothing more"),
 )
 
 

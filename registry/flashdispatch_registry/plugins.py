@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
 
 import pluggy
@@ -29,6 +29,7 @@ from flashdispatch_registry.backend import API_VERSION, Backend, BackendSpec, Kn
 from flashdispatch_registry.errors import BackendLoadError, PluginError
 from flashdispatch_registry.reasons import Code, Reason
 from flashdispatch_registry.select import Entry
+from flashdispatch_registry.versions import alternatives, installed
 
 log = logging.getLogger("flashdispatch")
 
@@ -334,20 +335,23 @@ def normalised(distribution: str) -> str:
 def _missing(requires: Sequence[str], install: str) -> Iterable[Reason]:
     """A reason for each requirement that the environment does not meet, read from metadata without importing."""
     for text in requires:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate():
+        wanted = alternatives(text)
+        if not wanted or any(_met(requirement) for requirement in wanted):
             continue
-        try:
-            have = version(requirement.name)
-        except PackageNotFoundError:
-            have = ""
-        try:
-            met = bool(have) and requirement.specifier.contains(have, prereleases=True)
-        except InvalidSpecifier:
-            met = False
-        if not met:
-            got = f"{have} installed" if have else "not installed"
-            yield Reason(Code.DEP_MISSING, requirement.name, got, text, install or f"pip install '{text}'")
+        there = [requirement for requirement in wanted if installed(requirement.name)]
+        got = ", ".join(
+            f"{one.name if len(wanted) > 1 else ''} {installed(one.name)} installed".strip() for one in there
+        )
+        name = " or ".join(requirement.name for requirement in wanted)
+        yield Reason(Code.DEP_MISSING, name, got or "not installed", text, install or f"pip install '{wanted[0]}'")
+
+
+def _met(requirement: Requirement) -> bool:
+    have = installed(requirement.name)
+    try:
+        return bool(have) and requirement.specifier.contains(have, prereleases=True)
+    except InvalidSpecifier:
+        return False
 
 
 def _said(error: BaseException) -> str:

@@ -32,14 +32,31 @@ def versions_line() -> str:
     return ", ".join(f"{name} {number}" for name, number in versions().items())
 
 
+def alternatives(text: str) -> list[Requirement]:
+    """The requirements of which any one will do: ``"cupy-cuda13x>=13 | cupy-cuda12x>=13"``; those for this machine.
+
+    Raises InvalidRequirement, a ValueError, for what is none.
+    """
+    found = [Requirement(part.strip()) for part in text.split("|")]
+    return [one for one in found if one.marker is None or one.marker.evaluate()]
+
+
 def required_versions(requires: Sequence[str]) -> dict[str, str]:
-    """Distribution -> installed version (or "not installed") of the requirement strings that count on this machine."""
+    """Distribution -> installed version (or "not installed") of the requirement strings that count on this machine.
+
+    Of alternatives, those that are installed, or else the first.
+    """
     found: dict[str, str] = {}
     for text in requires:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate():
-            try:
-                found[requirement.name] = version(requirement.name)
-            except PackageNotFoundError:
-                found[requirement.name] = "not installed"
+        names = [requirement.name for requirement in alternatives(text)]
+        there = {name: number for name in names if (number := installed(name))}
+        found |= there or dict.fromkeys(names[:1], "not installed")
     return found
+
+
+def installed(distribution: str) -> str:
+    """The installed version of a distribution; empty when there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

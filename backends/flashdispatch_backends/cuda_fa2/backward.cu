@@ -1,0 +1,411 @@
+// The backward kernels: FlashAttention-2, Algorithm 2 (arXiv 2307.08691, "FA-2"), as two passes without atomics.
+//
+// P is not stored by the forward. Every backward kernel makes it again, already normalised, from S and the LSE; with
+// Delta = rowsum(dO * O), which equals rowsum(P * dP) (FlashAttention, arXiv 2205.14135, appendix B.2):
+//
+//     P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P * (dP - Delta)    dQ = scale dS K    dK = scale dS^T Q
+//
+// FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its
+// own: seven products instead of five (eight where dK and dV have a pass each), and in return the gradients are bitwise
+// repeatable, always, and no accumulator of the size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS:
+// Delta - dLSE takes the place of Delta.
+//
+// dq_kernel       (DQ 1) One program per query block, as in the forward (heavy blocks first); Q, dO and acc = dQ stay, K
+//                 and V stream. It also makes what the other kernel needs of each row: the LSE in the scores' units and
+//                 Delta.
+// dkdv_kernel     (DQ 0) One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one
+//                 query head of the group after the other (GQA: the sum over the group costs nothing). It works on the
+//                 transposed tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in
+//                 registers.
+// program ids     As in the forward; in dkdv_kernel of key/value heads, and key blocks count up: under a causal mask the
+//                 first one has the most work.
+// tiles           BLOCK_M by BLOCK_N, each kernel with its own; dK and dV are two accumulators, so that registers bound
+//                 them. Where they are too wide side by side, dkdv_kernel runs once for each, and makes S twice.
+// strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
+// the loop        One, as in the forward; NUM_STAGES - 1 blocks are copied ahead.
+// masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
+// kept            From the forward: q, k, v, out, LSE. Beside them in memory: `rows`, 8 bytes a row, 12 with natural
+//                 scores.
+// coarse LSE      A float mask may put all scores of a row near finfo.min, where a float32 LSE has no digits left for
+//                 log(l), and exp(S - LSE) is as many times too large as there are keys. Where one of its rows is that
+//                 far out, dq_kernel first sums P over the row, and leaves 1 / sum, the share, for both kernels.
+// empty rows      LSE = -inf (no key, or past q_lens) reads as +inf, so that P = exp(S - inf) = 0; Delta is 0 there.
+// hardware        As in the forward.
+// the tail        Rows past the lengths are loaded as 0, and their gradients stored as 0.
+
+#include "scores.cuh"
+
+constexpr float COARSE_LSE = 4096.0f;  // beyond it float32's last digit is worth 2^-11 of P, and more further on
+constexpr int GROUPS = NUM_WARPS / SIDES;
+constexpr int ROW_KINDS = NATURAL ? 3 : 2;  // LSE, Delta, share
+
+using QTile = Tile<BLOCK_M, BLOCK_D>;
+using KTile = Tile<BLOCK_N, BLOCK_D>;
+using VTile = Tile<BLOCK_N, BLOCK_DV>;
+using OTile = Tile<BLOCK_M, BLOCK_DV>;
+
+extern __shared__ __align__(1024) unsigned char shared[];
+
+// Waits for the oldest block of a ring whose `stages` - 1 next ones may still be on their way.
+template <int STAGES>
+__device__ __forceinline__ void wait_for_block() {
+    wait_for_copies<(STAGES > 2 ? STAGES - 2 : 0)>();
+    __syncthreads();
+}
+
+// dS = P * (dP - Delta), times the softcap's derivative.
+__device__ __forceinline__ float score_gradient(float P, float dP, float Delta, float tanh) {
+    const float dS = P * (dP - Delta);
+    return SOFTCAP ? dS * (1.0f - tanh * tanh) : dS;
+}
+
+#if DQ
+
+constexpr int MT = BLOCK_M / (16 * GROUPS);
+using Exchange = Tile<BLOCK_M, BLOCK_N>;
+constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;
+constexpr int N = BLOCK_N / SIDES;  // keys of a warp's tile of scores
+
+// LSE, Delta and dlse of a block's rows: to `rows` for the other kernel, and to shared memory for this one. One thread a
+// row. Returns whether an LSE is coarse.
+__device__ __forceinline__ bool prepare_rows(
+    const Arguments &args, float *LSE, float *Delta, const u16 *out, const u16 *dout, i64 base, int first, int q_len) {
+    bool coarse = false;
+    for (int row = threadIdx.x; row < BLOCK_M; row += THREADS) {
+        float lse = INF, delta = 0.0f;
+        if (first + row < q_len) {
+            const i64 at = base + first + row;
+            lse = args.lse[at];
+            if (lse == -INF) {
+                lse = INF;
+            } else {
+                for (int d = 0; d < args.head_dim_v; d += 8) {
+                    const Chunk o = load_chunk(out + row * args.at_out.s + d), g = load_chunk(dout + row * args.at_dout.s + d);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) delta = fmaf(to_float(o.number[e]), to_float(g.number[e]), delta);
+                }
+                if (args.dlse) delta -= args.dlse[at];  // FA-2 Algorithm 2 line 4
+                coarse |= fabsf(lse) > COARSE_LSE;
+                if (!NATURAL) lse *= LOG2E;
+            }
+            args.rows[at] = lse;
+            args.rows[args.rows_kind + at] = delta;
+        }
+        LSE[row] = lse;
+        Delta[row] = delta;
+    }
+    return coarse;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_constant__ Arguments args) {
+    const int blocks = blocks_in(args.seqlen_q, BLOCK_M);
+    const Work work = work_of_program(blocks, args.heads, args.heads_at_once);
+    const int first = (blocks - 1 - work.block) * BLOCK_M, b = work.b, h = work.head, kv = h / args.group;
+    const Sequence queries = sequence(args.q_starts, args.q_lens, b, args.seqlen_q);
+    const Sequence keys = sequence(args.k_starts, args.kv_lens, b, args.seqlen_k);
+    const Band band(args, queries.length, keys.length);
+    const u16 *q = args.q + b * args.at_q.b + h * args.at_q.h + (queries.start + first) * args.at_q.s;
+    const u16 *k = args.k + b * args.at_k.b + kv * args.at_k.h + keys.start * args.at_k.s;
+    const u16 *v = args.v + b * args.at_v.b + kv * args.at_v.h + keys.start * args.at_v.s;
+    const u16 *out = args.out + b * args.at_out.b + h * args.at_out.h + (queries.start + first) * args.at_out.s;
+    const u16 *dout = args.dout + b * args.at_dout.b + h * args.at_dout.h + (queries.start + first) * args.at_dout.s;
+    const i64 mask = b * args.mask_b + h * args.mask_h;
+    const i64 row_base = b * args.rows_b + h * args.rows_h + queries.start;
+
+    const u32 Q = shared_address(shared), dO = Q + QTile::BYTES, K = dO + OTile::BYTES;
+    const u32 V = K + NUM_STAGES * KTile::BYTES, exchange = V + NUM_STAGES * VTile::BYTES;
+    float *const row_LSE = reinterpret_cast<float *>(
+        shared + QTile::BYTES + OTile::BYTES + NUM_STAGES * (KTile::BYTES + VTile::BYTES) + EXCHANGE_BYTES);
+    float *const row_Delta = row_LSE + BLOCK_M;
+    const int side = warp_id() % SIDES, group = warp_id() / SIDES;
+    const int own = group * 16 * MT, row = first + own;  // this group's first row, in the block and in the sequence
+    const int own_keys = side * (BLOCK_N / SIDES);          // this warp's first key in a block
+    int begin, end;
+    band.key_blocks(first, begin, end);
+    const auto load = [&](int n) {
+        const int stage = (n - begin) % NUM_STAGES, left = keys.length - n * BLOCK_N;
+        KTile::load(K + stage * KTile::BYTES, k + i64(n) * BLOCK_N * args.at_k.s, args.at_k.s, left, args.head_dim);
+        VTile::load(V + stage * VTile::BYTES, v + i64(n) * BLOCK_N * args.at_v.s, args.at_v.s, left, args.head_dim_v);
+    };
+    if (begin < end) {
+        QTile::load(Q, q, args.at_q.s, queries.length - first, args.head_dim);
+        OTile::load(dO, dout, args.at_dout.s, queries.length - first, args.head_dim_v);
+    }
+    for (int n = begin; n < begin + NUM_STAGES - 1; ++n) {
+        if (n < end) load(n);
+        commit_copies();
+    }
+    const bool coarse = prepare_rows(args, row_LSE, row_Delta, out, dout, row_base, first, queries.length);
+    const bool any_coarse = __syncthreads_or(NATURAL && coarse);
+
+    float LSE[MT][2], Delta[MT][2], share[MT][2];
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = own + 16 * mt + 8 * half + lane_id() / 4;
+            LSE[mt][half] = row_LSE[r];
+            Delta[mt][half] = row_Delta[r];
+            share[mt][half] = 1.0f;
+        }
+    const u32 lane_q = QTile::lane_a(Q) + own * QTile::PITCH, lane_do = OTile::lane_a(dO) + own * OTile::PITCH;
+    const u32 lane_k = KTile::lane_b(K) + own_keys * KTile::PITCH, lane_v = VTile::lane_b(V) + own_keys * VTile::PITCH;
+    const u32 lane_k_transposed = KTile::lane_a(K, side), lane_ds = Exchange::lane_a(exchange) + own * Exchange::PITCH;
+
+    if constexpr (NATURAL) {
+        if (any_coarse) {
+            float sums[MT][2] = {};
+#pragma unroll 1
+            for (int n = begin; n < end; ++n) {
+                wait_for_copies<0>();
+                __syncthreads();  // nobody reads or fills a block of the ring
+                KTile::load(K, k + i64(n) * BLOCK_N * args.at_k.s, args.at_k.s, keys.length - n * BLOCK_N, args.head_dim);
+                commit_copies();
+                wait_for_copies<0>();
+                __syncthreads();
+                Accumulator<MT, N> S;
+                multiply_rows<MT, N, BLOCK_D>(S, lane_q, lane_k);
+                finish_scores<false, MT, N>(S, nullptr, args, mask, band, row, n * BLOCK_N + own_keys);
+                hide<false, MT, N>(S, band, row, n * BLOCK_N + own_keys);
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int c = 0; c < N / 8; ++c)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) sums[mt][e / 2] += weight(S[mt][c][e], LSE[mt][e / 2], args.scale);
+            }
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float sum = row_sum(sums[mt][half]);
+                    share[mt][half] = sum == 0.0f ? 1.0f : 1.0f / sum;
+                }
+            __syncthreads();
+            for (int n = begin; n < begin + NUM_STAGES - 1; ++n) {  // the ring again as it was
+                if (n < end) load(n);
+                commit_copies();
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int i = row + 16 * mt + 8 * half + lane_id() / 4;
+                if (lane_id() % 4 == 0 && i < queries.length) args.rows[2 * args.rows_kind + row_base + i] = share[mt][half];
+            }
+    }
+    if (!args.dq) {
+        wait_for_copies<0>();
+        return;
+    }
+
+    Accumulator<MT, BLOCK_D / SIDES> acc;
+    clear<MT, BLOCK_D / SIDES>(acc);
+#pragma unroll 1
+    for (int n = begin; n < end; ++n) {
+        if (NUM_STAGES == 1) {
+            __syncthreads();
+            load(n);
+            commit_copies();
+        }
+        wait_for_block<NUM_STAGES>();
+        if (NUM_STAGES > 1) {
+            if (n + NUM_STAGES - 1 < end) load(n + NUM_STAGES - 1);
+            commit_copies();
+        }
+        const int stage = (n - begin) % NUM_STAGES, key = n * BLOCK_N;
+        Accumulator<MT, N> S, dP, tanh;
+        multiply_rows<MT, N, BLOCK_D>(S, lane_q, lane_k + stage * KTile::BYTES);
+        finish_scores<false, MT, N>(S, &tanh, args, mask, band, row, key + own_keys);
+        if (band.cuts(first, key)) hide<false, MT, N>(S, band, row, key + own_keys);
+        multiply_rows<MT, N, BLOCK_DV>(dP, lane_do, lane_v + stage * VTile::BYTES);
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int c = 0; c < N / 8; ++c)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float P = weight(S[mt][c][e], LSE[mt][e / 2], args.scale);
+                    if (NATURAL) P *= share[mt][e / 2];
+                    S[mt][c][e] = score_gradient(P, dP[mt][c][e], Delta[mt][e / 2], SOFTCAP ? tanh[mt][c][e] : 0.0f);
+                }
+        if constexpr (SIDES == 1) {
+            multiply_add<MT, N, BLOCK_D, SIDES>(acc, S, lane_k_transposed + stage * KTile::BYTES);
+        } else {
+            Exchange::put<MT, N>(exchange, own, S, own_keys);
+            wait_for_group<SIDES>(group);
+            multiply_add_shared<MT, BLOCK_N, BLOCK_D, SIDES>(acc, lane_ds, lane_k_transposed + stage * KTile::BYTES);
+        }
+    }
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int c = 0; c < BLOCK_D / SIDES / 8; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[mt][c][e] *= args.gradient_scale;
+    wait_for_copies<0>();
+    __syncthreads();  // Q has been read
+    QTile::put<MT, BLOCK_D / SIDES, SIDES>(Q, own, acc, 0, side);
+    __syncthreads();
+    u16 *dq = args.dq + b * args.at_dq.b + h * args.at_dq.h + (queries.start + first) * args.at_dq.s;
+    QTile::store(Q, dq, args.at_dq.s, queries.end - first, args.head_dim);
+}
+
+#else
+
+constexpr int MT = BLOCK_N / (16 * GROUPS);
+constexpr int N = BLOCK_M / SIDES;  // queries of a warp's tile of scores
+using Exchange = Tile<BLOCK_N, BLOCK_M>;
+constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;
+constexpr int ROW_BYTES = ROW_KINDS * BLOCK_M * 4;
+
+extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_constant__ Arguments args) {
+    const int blocks = blocks_in(args.seqlen_k, BLOCK_N);
+    const Work work = work_of_program(blocks, args.heads / args.group, args.heads_at_once);
+    const int first = work.block * BLOCK_N, b = work.b, kv = work.head;
+    const Sequence queries = sequence(args.q_starts, args.q_lens, b, args.seqlen_q);
+    const Sequence keys = sequence(args.k_starts, args.kv_lens, b, args.seqlen_k);
+    const Band band(args, queries.length, keys.length);
+    const u16 *k = args.k + b * args.at_k.b + kv * args.at_k.h + (keys.start + first) * args.at_k.s;
+    const u16 *v = args.v + b * args.at_v.b + kv * args.at_v.h + (keys.start + first) * args.at_v.s;
+
+    const u32 K = shared_address(shared), V = K + KTile::BYTES, Q = V + VTile::BYTES;
+    const u32 dO = Q + NUM_STAGES * QTile::BYTES, exchange_p = dO + NUM_STAGES * OTile::BYTES;
+    const u32 exchange_ds = exchange_p + EXCHANGE_BYTES, rows = exchange_ds + EXCHANGE_BYTES;
+    const float *const row_numbers = reinterpret_cast<const float *>(
+        shared + KTile::BYTES + VTile::BYTES + NUM_STAGES * (QTile::BYTES + OTile::BYTES) + 2 * EXCHANGE_BYTES);
+    const int side = warp_id() % SIDES, group = warp_id() / SIDES;
+    const int own = group * 16 * MT, key = first + own;  // this group's first key, in the block and in the sequence
+    const int own_rows = side * N;                          // this warp's first query in a block
+    int begin, end;
+    band.query_blocks(first, begin, end);
+    const int count = max(end - begin, 0), total = count * args.group;
+
+    int next = 0, next_member = 0, next_block = begin;  // of what is copied next
+    const auto load_next = [&]() {
+        if (next < total) {
+            const int stage = next % NUM_STAGES, from = next_block * BLOCK_M, left = queries.length - from;
+            const int h = kv * args.group + next_member;
+            const u16 *q = args.q + b * args.at_q.b + h * args.at_q.h + (queries.start + from) * args.at_q.s;
+            const u16 *dout = args.dout + b * args.at_dout.b + h * args.at_dout.h + (queries.start + from) * args.at_dout.s;
+            QTile::load(Q + stage * QTile::BYTES, q, args.at_q.s, left, args.head_dim);
+            OTile::load(dO + stage * OTile::BYTES, dout, args.at_dout.s, left, args.head_dim_v);
+            const float *numbers = args.rows + b * args.rows_b + h * args.rows_h + queries.start + from;
+            for (int index = threadIdx.x; index < ROW_KINDS * BLOCK_M; index += THREADS) {
+                const int kind = index / BLOCK_M, row = index % BLOCK_M;
+                const bool there = row < left;
+                copy_number_async(
+                    rows + stage * ROW_BYTES + 4 * index, there ? numbers + kind * args.rows_kind + row : args.rows, there);
+            }
+            if (++next_block == end) next_block = begin, ++next_member;
+        }
+        ++next;
+        commit_copies();
+    };
+
+    if (total) {
+        KTile::load(K, k, args.at_k.s, keys.length - first, args.head_dim);
+        if (MAKES_DK) VTile::load(V, v, args.at_v.s, keys.length - first, args.head_dim_v);
+    }
+    for (int ahead = 1; ahead < NUM_STAGES; ++ahead) load_next();
+
+    Accumulator<MT, BLOCK_D / SIDES> acc_k;
+    Accumulator<MT, BLOCK_DV / SIDES> acc_v;
+    if (MAKES_DK) clear<MT, BLOCK_D / SIDES>(acc_k);
+    if (MAKES_DV) clear<MT, BLOCK_DV / SIDES>(acc_v);
+    const u32 lane_k = KTile::lane_a(K) + own * KTile::PITCH, lane_v = VTile::lane_a(V) + own * VTile::PITCH;
+    const u32 lane_q = QTile::lane_b(Q) + own_rows * QTile::PITCH, lane_do = OTile::lane_b(dO) + own_rows * OTile::PITCH;
+    const u32 lane_q_transposed = QTile::lane_a(Q, side), lane_do_transposed = OTile::lane_a(dO, side);
+    const u32 lane_p = Exchange::lane_a(exchange_p) + own * Exchange::PITCH;
+    const u32 lane_ds = Exchange::lane_a(exchange_ds) + own * Exchange::PITCH;
+    int member = 0, n = begin;
+#pragma unroll 1
+    for (int index = 0; index < total; ++index) {
+        if (NUM_STAGES == 1) {
+            __syncthreads();
+            load_next();
+        }
+        wait_for_block<NUM_STAGES>();
+        if (NUM_STAGES > 1) load_next();
+        const int stage = index % NUM_STAGES, row = n * BLOCK_M;
+        const float *LSE = row_numbers + stage * ROW_KINDS * BLOCK_M + own_rows + lane_id() % 4 * 2;
+        const float *Delta = LSE + BLOCK_M, *share = Delta + BLOCK_M;
+        const i64 mask = b * args.mask_b + (kv * args.group + member) * args.mask_h;
+        if (++n == end) n = begin, ++member;
+
+        Accumulator<MT, N> S, tanh;
+        multiply_rows<MT, N, BLOCK_D>(S, lane_k, lane_q + stage * QTile::BYTES);
+        finish_scores<true, MT, N>(S, &tanh, args, mask, band, row + own_rows, key);
+        if (band.cuts(row, first)) hide<true, MT, N>(S, band, row + own_rows, key);
+#pragma unroll
+        for (int c = 0; c < N / 8; ++c)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int half = 0; half < 4; half += 2) {
+                        S[mt][c][half + e] = weight(S[mt][c][half + e], LSE[8 * c + e], args.scale);
+                        if (NATURAL) S[mt][c][half + e] *= share[8 * c + e];
+                    }
+        if constexpr (MAKES_DV && SIDES == 1) {
+            multiply_add<MT, N, BLOCK_DV, SIDES>(acc_v, S, lane_do_transposed + stage * OTile::BYTES);
+        } else if (MAKES_DV) {
+            Exchange::put<MT, N>(exchange_p, own, S, own_rows);
+        }
+        if (MAKES_DK) {
+            Accumulator<MT, N> dP;
+            multiply_rows<MT, N, BLOCK_DV>(dP, lane_v, lane_do + stage * OTile::BYTES);
+#pragma unroll
+            for (int c = 0; c < N / 8; ++c)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                        for (int half = 0; half < 4; half += 2) {
+                            const int at = half + e;
+                            S[mt][c][at] = score_gradient(
+                                S[mt][c][at], dP[mt][c][at], Delta[8 * c + e], SOFTCAP ? tanh[mt][c][at] : 0.0f);
+                        }
+            if constexpr (SIDES == 1) {
+                multiply_add<MT, N, BLOCK_D, SIDES>(acc_k, S, lane_q_transposed + stage * QTile::BYTES);
+            } else {
+                Exchange::put<MT, N>(exchange_ds, own, S, own_rows);
+            }
+        }
+        if constexpr (SIDES > 1) {
+            wait_for_group<SIDES>(group);
+            if (MAKES_DV)
+                multiply_add_shared<MT, BLOCK_M, BLOCK_DV, SIDES>(
+                    acc_v, lane_p, lane_do_transposed + stage * OTile::BYTES);
+            if (MAKES_DK)
+                multiply_add_shared<MT, BLOCK_M, BLOCK_D, SIDES>(acc_k, lane_ds, lane_q_transposed + stage * QTile::BYTES);
+        }
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();  // K and V have been read
+    if (MAKES_DK) {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int c = 0; c < BLOCK_D / SIDES / 8; ++c)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc_k[mt][c][e] *= args.gradient_scale;
+        KTile::put<MT, BLOCK_D / SIDES, SIDES>(K, own, acc_k, 0, side);
+    }
+    if (MAKES_DV) VTile::put<MT, BLOCK_DV / SIDES, SIDES>(V, own, acc_v, 0, side);
+    __syncthreads();
+    if (MAKES_DK) {
+        u16 *dk = args.dk + b * args.at_dk.b + kv * args.at_dk.h + (keys.start + first) * args.at_dk.s;
+        KTile::store(K, dk, args.at_dk.s, keys.end - first, args.head_dim);
+    }
+    if (MAKES_DV) {
+        u16 *dv = args.dv + b * args.at_dv.b + kv * args.at_dv.h + (keys.start + first) * args.at_dv.s;
+        VTile::store(V, dv, args.at_dv.s, keys.end - first, args.head_dim_v);
+    }
+}
+
+#endif
