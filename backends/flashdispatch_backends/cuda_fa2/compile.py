@@ -8,6 +8,7 @@ version, and `compiled` keeps one loaded kernel per recipe and device.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -53,11 +54,24 @@ class Binary:
     log: str
 
 
+_opening = threading.Lock()
+
+
+@cache
+def _open_nvrtc() -> None:
+    """Has NVRTC open its library of built-ins: now and then that fails in threads beside each other (13.0)."""
+    program = nvrtc.createProgram('extern "C" __global__ void nothing() {}', "nothing.cu", [], [])
+    nvrtc.compileProgram(program, ())
+    nvrtc.destroyProgram(program)
+
+
 def compile_source(recipe: Recipe, arch: int) -> Binary:
     """Compiles for compute capability `arch`; needs no GPU.
 
     Raises RuntimeError with the compiler's log when it refuses, which an old NVRTC does for a new architecture.
     """
+    with _opening:
+        _open_nvrtc()
     texts = sources()
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     program = nvrtc.createProgram(

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
+import cupy
 import torch
 from torch import Tensor
 
@@ -135,7 +136,11 @@ class BoundKernel:
         kernel.start(self.launch.grid, _current_stream(self.index), parameters)
 
     def _new_buffer(self) -> tuple[ctypes.Array[ctypes.c_char], int, object]:
-        """The struct of arguments.cuh, the address of an array that holds its address, and that array."""
+        """The struct of arguments.cuh, the address of an array that holds its address, and that array.
+
+        A thread's first. In a thread that has not yet asked the CUDA runtime for anything, the driver has no context.
+        """
+        cupy.cuda.runtime.setDevice(self.index)  # the current one already
         numbers = self.launch.numbers
         arguments = ctypes.create_string_buffer(
             bytes(ADDRESSES_FORMAT.size) + numbers, ADDRESSES_FORMAT.size + len(numbers)
