@@ -6,7 +6,7 @@
 //     P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P * (dP - Delta)    dQ = scale dS K    dK = scale dS^T Q
 //
 // FA-2 runs over key blocks and adds dQ up in memory, with atomics, whose order is nobody's. Here dQ has a pass of its
-// own: seven products instead of five (eight where dK and dV have a pass each), and in return the gradients are bitwise
+// own: seven products instead of five, and in return the gradients are bitwise
 // repeatable, always, and no accumulator of the size of Q is kept in memory. A gradient of the LSE adds P * dLSE to dS:
 // Delta - dLSE takes the place of Delta.
 //
@@ -15,12 +15,14 @@
 //                 Delta.
 // dkdv_kernel     (DQ 0) One program per key block of a key/value head; K, V, dK and dV stay, Q and dO stream, for one
 //                 query head of the group after the other (GQA: the sum over the group costs nothing). It works on the
-//                 transposed tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are, in
-//                 registers.
+//                 transposed tile, S^T = K Q^T, so that P^T and dS^T are left operands of the next product as they are.
 // program ids     As in the forward; in dkdv_kernel of key/value heads, and key blocks count up: under a causal mask the
 //                 first one has the most work.
-// tiles           BLOCK_M by BLOCK_N, each kernel with its own; dK and dV are two accumulators, so that registers bound
-//                 them. Where they are too wide side by side, dkdv_kernel runs once for each, and makes S twice.
+// tiles           BLOCK_M by BLOCK_N, each kernel with its own. dK and dV are two accumulators, and registers bound them:
+//                 of wide heads a warp alone has room for 16 rows, and each fragment that it reads from shared memory
+//                 then serves one product. So there SIDES warps own rows together. Each makes its share of the columns of
+//                 S and dP, they exchange P and dS through shared memory, in the 16 bit that the next product takes
+//                 anyway, and each makes its share of the columns of the gradients.
 // strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
 // the loop        One, as in the forward; NUM_STAGES - 1 blocks are copied ahead.
 // masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
@@ -282,23 +284,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
     band.query_blocks(first, begin, end);
     const int count = max(end - begin, 0), total = count * args.group;
 
-    int next = 0, next_member = 0, next_block = begin;  // of what is copied next
+    // What is copied next: Q, dO and numbers of rows, of one query head of the group after the other.
+    int next = 0, next_block = begin;
+    const i64 before = queries.start + i64(begin) * BLOCK_M;
+    const u16 *next_q = args.q + b * args.at_q.b + kv * args.group * args.at_q.h + before * args.at_q.s;
+    const u16 *next_do = args.dout + b * args.at_dout.b + kv * args.group * args.at_dout.h + before * args.at_dout.s;
+    const int kind = threadIdx.x / BLOCK_M, number = threadIdx.x % BLOCK_M;  // this thread's row
+    const float *next_rows =
+        args.rows + b * args.rows_b + kv * args.group * args.rows_h + before + kind * args.rows_kind + number;
     const auto load_next = [&]() {
         if (next < total) {
-            const int stage = next % NUM_STAGES, from = next_block * BLOCK_M, left = queries.length - from;
-            const int h = kv * args.group + next_member;
-            const u16 *q = args.q + b * args.at_q.b + h * args.at_q.h + (queries.start + from) * args.at_q.s;
-            const u16 *dout = args.dout + b * args.at_dout.b + h * args.at_dout.h + (queries.start + from) * args.at_dout.s;
-            QTile::load(Q + stage * QTile::BYTES, q, args.at_q.s, left, args.head_dim);
-            OTile::load(dO + stage * OTile::BYTES, dout, args.at_dout.s, left, args.head_dim_v);
-            const float *numbers = args.rows + b * args.rows_b + h * args.rows_h + queries.start + from;
-            for (int index = threadIdx.x; index < ROW_KINDS * BLOCK_M; index += THREADS) {
-                const int kind = index / BLOCK_M, row = index % BLOCK_M;
-                const bool there = row < left;
-                copy_number_async(
-                    rows + stage * ROW_BYTES + 4 * index, there ? numbers + kind * args.rows_kind + row : args.rows, there);
-            }
-            if (++next_block == end) next_block = begin, ++next_member;
+            const int stage = next % NUM_STAGES, left = queries.length - next_block * BLOCK_M;
+            QTile::load(Q + stage * QTile::BYTES, next_q, args.at_q.s, left, args.head_dim);
+            OTile::load(dO + stage * OTile::BYTES, next_do, args.at_dout.s, left, args.head_dim_v);
+#pragma unroll
+            for (int pass = 0; pass < ROW_KINDS; pass += THREADS / BLOCK_M)  // as many kinds as there are threads for
+                if (kind + pass < ROW_KINDS)
+                    copy_number_async(rows + stage * ROW_BYTES + 4 * (threadIdx.x + pass * BLOCK_M),
+                                      next_rows + pass * args.rows_kind, number < left);
+            const int back = ++next_block == end ? count : 0;  // to the first block of the next head
+            next_block -= back;
+            next_q += (1 - back) * BLOCK_M * args.at_q.s + (back ? args.at_q.h : 0);
+            next_do += (1 - back) * BLOCK_M * args.at_dout.s + (back ? args.at_dout.h : 0);
+            next_rows += (1 - back) * BLOCK_M + (back ? args.rows_h : 0);
         }
         ++next;
         commit_copies();
@@ -334,10 +342,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
         const i64 mask = b * args.mask_b + (kv * args.group + member) * args.mask_h;
         if (++n == end) n = begin, ++member;
 
-        Accumulator<MT, N> S, tanh;
+        Accumulator<MT, N> S, dP, tanh;
+        const auto multiply_dp = [&]() { multiply_rows<MT, N, BLOCK_DV>(dP, lane_v, lane_do + stage * OTile::BYTES); };
         multiply_rows<MT, N, BLOCK_D>(S, lane_k, lane_q + stage * QTile::BYTES);
         finish_scores<true, MT, N>(S, &tanh, args, mask, band, row + own_rows, key);
         if (band.cuts(row, first)) hide<true, MT, N>(S, band, row + own_rows, key);
+        if (MAKES_DK && SIDES > 1) multiply_dp();  // the exponentials wait for no product, and overlap with this one
 #pragma unroll
         for (int c = 0; c < N / 8; ++c)
 #pragma unroll
@@ -355,8 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
             Exchange::put<MT, N>(exchange_p, own, S, own_rows);
         }
         if (MAKES_DK) {
-            Accumulator<MT, N> dP;
-            multiply_rows<MT, N, BLOCK_DV>(dP, lane_v, lane_do + stage * OTile::BYTES);
+            if (SIDES == 1) multiply_dp();  // later: registers are short
 #pragma unroll
             for (int c = 0; c < N / 8; ++c)
 #pragma unroll

@@ -141,14 +141,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_kernel(const __gri
             const int i = row + 16 * mt + 8 * half + lane_id() / 4;
             const float sum = row_sum(l[mt][half]);
             const bool sees = i < queries.length && sum > 0.0f;
-            const float inverse = sees ? 1.0f / sum : 0.0f;
+            const float inverse = sees ? reciprocal(sum) : 0.0f;
 #pragma unroll
             for (int c = 0; c < BLOCK_DV / 8; ++c)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e) acc[mt][c][e] = sees ? acc[mt][c][e] * inverse : 0.0f;
             if (args.lse && lane_id() % 4 == 0 && i < queries.end) {
                 const float log_l = log2_fast(sum);
-                const float LSE = NATURAL ? m[mt][half] + log_l / LOG2E : (m[mt][half] + log_l) / LOG2E;
+                const float LSE = NATURAL ? m[mt][half] + log_l * LN2 : (m[mt][half] + log_l) * LN2;
                 args.lse[b * args.rows_b + h * args.rows_h + queries.start + i] = sees ? LSE : -INF;
             }
         }

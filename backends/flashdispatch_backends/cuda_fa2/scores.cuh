@@ -13,7 +13,7 @@
 #include "tile.cuh"
 
 #define INF __int_as_float(0x7f800000)
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int NO_MASK = 0, BOOL_MASK = 1, MASK_16_BIT = 2, MASK_32_BIT = 3;  // values of MASK
 
 __device__ __forceinline__ int blocks_in(int length, int block) { return (max(length, 0) + block - 1) / block; }

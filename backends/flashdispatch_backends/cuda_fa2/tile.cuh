@@ -73,8 +73,8 @@ struct Tile {
         return tile + offset((lane_id() & 7) + (lane_id() >> 4 << 3), (lane_id() >> 3) & 1);
     }
 
-    // The address that a lane has further down and to the right, by multiples of 16 (with sides, of 32) known when this is
-    // compiled: 16 rows further on the XOR is the same, and no bit of the chunk is set on both sides of it.
+    // The address that a lane has further down and to the right, by rows and columns known when this is compiled: 8 rows
+    // further on the XOR is the same, and no bit of a chunk may be set in both columns.
     static __device__ __forceinline__ u32 moved(u32 lane, int row, int column) {
         const int chunk = column / 8;
         return (lane ^ ((chunk & SPREAD) << 4)) + ((chunk & ~SPREAD) << 4) + row * PITCH;
@@ -85,19 +85,20 @@ struct Tile {
         constexpr int AT_ONCE = THREADS / CHUNKS;  // rows that the threads copy together
         const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
         if (THREADS % CHUNKS != 0 && first >= AT_ONCE) return;
-        const u16 *from = source + first * stride + chunk * 8;
-        const bool inside = WIDTH == 16 || chunk * 8 < width;
+        const u16 *from = source + (first * stride + chunk * 8);
+        const i64 step = AT_ONCE * stride;
+        const int left = WIDTH == 16 || chunk * 8 < width ? rows_left - first : 0;
 #pragma unroll
-        for (int pass = 0; pass < (ROWS + AT_ONCE - 1) / AT_ONCE; ++pass) {
+        for (int pass = 0; pass < (ROWS + AT_ONCE - 1) / AT_ONCE; ++pass, from += step) {
             const int row = first + pass * AT_ONCE;
             if (ROWS % AT_ONCE != 0 && row >= ROWS) break;
-            const bool there = inside && row < rows_left;
+            const bool there = pass * AT_ONCE < left;
 #if ALIGNED
-            copy_chunk_async(tile + offset(row, chunk), there ? from + pass * AT_ONCE * stride : source, there);
+            copy_chunk_async(tile + offset(row, chunk), from, there);  // reads nothing where there is nothing
 #else
             Chunk loaded;
             loaded.all = make_uint4(0, 0, 0, 0);
-            if (there) loaded = load_chunk(from + pass * AT_ONCE * stride);
+            if (there) loaded = load_chunk(from);
             asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(tile + offset(row, chunk)),
                          "r"(loaded.pair[0]), "r"(loaded.pair[1]), "r"(loaded.pair[2]), "r"(loaded.pair[3]) : "memory");
 #endif
@@ -109,17 +110,16 @@ struct Tile {
     template <int MT, int N, int EVERY = 1>
     static __device__ __forceinline__ void put(
         u32 tile, int first, const float (&c)[MT][N / 8][4], int column = 0, int side = 0) {
+        const u32 lane = tile + offset(first + lane_id() / 4, column / 8 + 2 * side) + lane_id() % 4 * 4;
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int chunk = column / 8 + 2 * (n / 2 * EVERY + side) + n % 2;
-                    const u32 at = offset(first + 16 * mt + 8 * half + lane_id() / 4, chunk) + lane_id() % 4 * 4;
-                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile + at),
+                for (int half = 0; half < 2; ++half)
+                    asm volatile("st.shared.b32 [%0], %1;" ::
+                                 "r"(moved(lane, 16 * mt + 8 * half, 16 * EVERY * (n / 2) + n % 2 * 8)),
                                  "r"(pack(c[mt][n][2 * half], c[mt][n][2 * half + 1])) : "memory");
-                }
     }
 
     // The way back of `load`, into rows that begin at multiples of 16 bytes.
