@@ -214,7 +214,7 @@ def _aligned(tensors: Sequence[Tensor | None]) -> bool:
 def _in_pairs(mask: Tensor) -> bool:
     """Whether two neighbours along the keys may be read at once, where the mask begins at a multiple of two."""
     *others, last = zip(mask.shape, mask.stride(), strict=True)
-    dense = last[0] > 1 and last[1] == 1
+    dense = last[0] % 2 == 0 and last[1] == 1
     return dense and all(size == 1 or stride % 2 == 0 for size, stride in others)
 
 

@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
                 __syncthreads();
                 Accumulator<MT, N> S;
                 multiply_rows<MT, N, BLOCK_D>(S, lane_q, lane_k);
-                finish_scores<false, MT, N>(S, nullptr, args, mask, band, row, n * BLOCK_N + own_keys);
+                finish_scores<false, MT, N>(S, nullptr, args, mask, row, n * BLOCK_N + own_keys);
                 hide<false, MT, N>(S, band, row, n * BLOCK_N + own_keys);
 #pragma unroll
                 for (int mt = 0; mt < MT; ++mt)
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
         const int stage = (n - begin) % NUM_STAGES, key = n * BLOCK_N;
         Accumulator<MT, N> S, dP, tanh;
         multiply_rows<MT, N, BLOCK_D>(S, lane_q, lane_k + stage * KTile::BYTES);
-        finish_scores<false, MT, N>(S, &tanh, args, mask, band, row, key + own_keys);
+        finish_scores<false, MT, N>(S, &tanh, args, mask, row, key + own_keys);
         if (band.cuts(first, key)) hide<false, MT, N>(S, band, row, key + own_keys);
         multiply_rows<MT, N, BLOCK_DV>(dP, lane_do, lane_v + stage * VTile::BYTES);
 #pragma unroll
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
         Accumulator<MT, N> S, dP, tanh;
         const auto multiply_dp = [&]() { multiply_rows<MT, N, BLOCK_DV>(dP, lane_v, lane_do + stage * OTile::BYTES); };
         multiply_rows<MT, N, BLOCK_D>(S, lane_k, lane_q + stage * QTile::BYTES);
-        finish_scores<true, MT, N>(S, &tanh, args, mask, band, row + own_rows, key);
+        finish_scores<true, MT, N>(S, &tanh, args, mask, row + own_rows, key);
         if (band.cuts(row, first)) hide<true, MT, N>(S, band, row + own_rows, key);
         if (MAKES_DK && SIDES > 1) multiply_dp();  // the exponentials wait for no product, and overlap with this one
 #pragma unroll

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_kernel(const __gri
             commit_copies();
         }
         const int key = n * BLOCK_N;
-        finish_scores<false, MT, BLOCK_N>(S, nullptr, args, mask, band, row, key);
+        finish_scores<false, MT, BLOCK_N>(S, nullptr, args, mask, row, key);
         if (band.cuts(first, key)) hide<false, MT, BLOCK_N>(S, band, row, key);
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)

@@ -70,9 +70,11 @@ struct Band {
         end = first < kv_len ? blocks_in(min(q_len, last - lowest + 1), BLOCK_M) : 0;
     }
 
-    // Whether some query of a block does not see some key of a block.
+    // Whether some query of a block does not see some key of a block. A query past the end sees none, which matters where
+    // a mask may make a large number of its score.
     __device__ __forceinline__ bool cuts(int row, int key) const {
         const int last = min(row + BLOCK_M, q_len) - 1;
+        if (MASK != NO_MASK && row + BLOCK_M > q_len) return true;
         return key + BLOCK_N > kv_len || key + BLOCK_N - 1 > row + highest || key < last + lowest;
     }
 };
@@ -116,12 +118,41 @@ __device__ __forceinline__ void with_mask_pair(float &first, float &second, cons
     }
 }
 
+// Adds attn_mask to a tile of scores, or hides what it hides. Every lane loads whatever it asks for, so that no load waits
+// for another: an index past the end of the mask is moved back, and what it reads is hidden later (Band::cuts). CLAMPED:
+// that may happen along the columns.
+template <bool TRANSPOSED, bool CLAMPED, int MT, int N>
+__device__ __forceinline__ void add_mask(Accumulator<MT, N> &S, const Arguments &args, i64 base, int row, int key) {
+    const int size = TRANSPOSED ? args.seqlen_q : args.seqlen_k;  // along the columns
+    const i64 step = TRANSPOSED ? args.mask_m : args.mask_n;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * mt + 8 * half + lane_id() / 4;
+            const i64 along_row = base + (TRANSPOSED ? min(key + r, args.seqlen_k - 1) * args.mask_n
+                                                     : min(row + r, args.seqlen_q - 1) * args.mask_m);
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) {
+                const int column = (TRANSPOSED ? row : key) + 8 * n + lane_id() % 4 * 2;
+                float &first = S[mt][n][2 * half], &second = S[mt][n][2 * half + 1];
+                if (PAIRED_MASK && !TRANSPOSED) {
+                    with_mask_pair(first, second, args.mask, along_row + (CLAMPED ? min(column, size - 2) : column));
+                } else {
+                    first = with_mask(first, args.mask, along_row + (CLAMPED ? min(column, size - 1) : column) * step);
+                    second = with_mask(
+                        second, args.mask, along_row + (CLAMPED ? min(column + 1, size - 1) : column + 1) * step);
+                }
+            }
+        }
+}
+
 // q.k to S, in the contract's order: scale, softcap, attn_mask. The tile begins at query `row` and key `key`; `mask` is
-// its head's. A PLAIN tile is left as it is. With a softcap and tanh != nullptr, tanh is kept for its derivative.
+// where its head's begins. A PLAIN tile is left as it is. With a softcap and tanh != nullptr, tanh is kept for its
+// derivative.
 template <bool TRANSPOSED, int MT, int N>
 __device__ __forceinline__ void finish_scores(
-    Accumulator<MT, N> &S, Accumulator<MT, N> *tanh, const Arguments &args, i64 mask_base, const Band &band, int row,
-    int key) {
+    Accumulator<MT, N> &S, Accumulator<MT, N> *tanh, const Arguments &args, i64 mask, int row, int key) {
     if constexpr (PLAIN) return;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
@@ -136,31 +167,17 @@ __device__ __forceinline__ void finish_scores(
                     S[mt][n][e] = t * args.softcap;
                 }
             }
-    if constexpr (MASK == NO_MASK) return;
-    const int r = lane_id() / 4, c = lane_id() % 4 * 2;
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n) {
-                const int along_rows = 16 * mt + 8 * half + r, along_columns = 8 * n + c;
-                float &first = S[mt][n][2 * half], &second = S[mt][n][2 * half + 1];
-                const int i = row + (TRANSPOSED ? along_columns : along_rows);
-                const int j = key + (TRANSPOSED ? along_rows : along_columns);
-                const i64 at = mask_base + i * args.mask_m + j * args.mask_n;
-                if (PAIRED_MASK && !TRANSPOSED && i < band.q_len && j + 1 < band.kv_len) {
-                    with_mask_pair(first, second, args.mask, at);
-                } else {
-                    if (i < band.q_len && j < band.kv_len) first = with_mask(first, args.mask, at);
-                    const int i2 = TRANSPOSED ? i + 1 : i, j2 = TRANSPOSED ? j : j + 1;
-                    if (i2 < band.q_len && j2 < band.kv_len)
-                        second = with_mask(second, args.mask, at + (TRANSPOSED ? args.mask_m : args.mask_n));
-                }
-            }
+    if constexpr (MASK != NO_MASK) {
+        if (TRANSPOSED ? row + N <= args.seqlen_q : key + N <= args.seqlen_k) {
+            add_mask<TRANSPOSED, false, MT, N>(S, args, mask, row, key);
+        } else {
+            add_mask<TRANSPOSED, true, MT, N>(S, args, mask, row, key);
+        }
+    }
 }
 
-// Scores of keys that position hides, or past the end, become -inf.
+// Scores of keys that position hides, or past the end, become -inf; those of queries past the end do not matter, or
+// (TRANSPOSED, where they share a warp's products with others) become -inf, too.
 template <bool TRANSPOSED, int MT, int N>
 __device__ __forceinline__ void hide(Accumulator<MT, N> &S, const Band &band, int row, int key) {
 #pragma unroll
@@ -171,7 +188,7 @@ __device__ __forceinline__ void hide(Accumulator<MT, N> &S, const Band &band, in
             int lowest, highest;  // columns of this row that stay
             if (TRANSPOSED) {
                 lowest = key + r - band.highest - row;
-                highest = key + r < band.kv_len ? key + r - band.lowest - row : -1;
+                highest = key + r < band.kv_len ? min(key + r - band.lowest, band.q_len - 1) - row : -1;
             } else {
                 lowest = row + r + band.lowest - key;
                 highest = min(row + r + band.highest, band.kv_len - 1) - key;

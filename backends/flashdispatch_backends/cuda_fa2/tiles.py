@@ -153,14 +153,30 @@ def _accumulators(problem: Problem, kernel: str, shape: Shape) -> int:
 
 
 SHIPPED: Mapping[str, Shape] = {
-    # sm_90: measured on an H200, bfloat16, 16k tokens, S = 1024 and 4096, full and causal
-    "forward/sm_90/d64/full": Shape(128, 128, 4, 1),
+    # sm_90: measured on an H200 by `tune tiles`, bfloat16, 16k tokens, S = 4096, full and causal
+    "forward/sm_90/d64/full": Shape(128, 128, 4, 2),
+    "forward/sm_90/d96/full": Shape(128, 64, 4, 1),
     "forward/sm_90/d128/full": Shape(128, 64, 4, 2),
-    "forward/sm_90/d256/full": Shape(128, 64, 8, 1),
+    "forward/sm_90/d192/full": Shape(128, 128, 8, 1),
+    "forward/sm_90/d256/full": Shape(128, 128, 8, 1),
     "dq/sm_90/d64/full": Shape(128, 64, 4, 2),
+    "dq/sm_90/d96/full": Shape(128, 32, 4, 2),
     "dq/sm_90/d128/full": Shape(128, 32, 4, 2),
+    "dq/sm_90/d192/full": Shape(128, 64, 8, 2),
     "dq/sm_90/d256/full": Shape(128, 64, 8, 1),
     "dkdv/sm_90/d64/full": Shape(64, 128, 4, 2),
+    "dkdv/sm_90/d96/full": Shape(128, 64, 4, 1),
     "dkdv/sm_90/d128/full": Shape(64, 64, 4, 2),
-    "dkdv/sm_90/d256/full": Shape(64, 64, 8, 2),
+    "dkdv/sm_90/d192/full": Shape(128, 64, 8, 1),
+    "dkdv/sm_90/d256/full": Shape(128, 64, 8, 1),
+    # with a softcap, likewise; with masks these rows were not measured anew
+    "forward/sm_90/d64/full/extra": Shape(64, 128, 4, 2),
+    "forward/sm_90/d128/full/extra": Shape(128, 64, 4, 2),
+    "forward/sm_90/d256/full/extra": Shape(128, 128, 8, 1),
+    "dq/sm_90/d64/full/extra": Shape(64, 64, 4, 1),
+    "dq/sm_90/d128/full/extra": Shape(128, 32, 4, 2),
+    "dq/sm_90/d256/full/extra": Shape(128, 64, 8, 1),
+    "dkdv/sm_90/d64/full/extra": Shape(32, 128, 4, 2),
+    "dkdv/sm_90/d128/full/extra": Shape(64, 64, 4, 2),
+    "dkdv/sm_90/d256/full/extra": Shape(128, 64, 8, 1),
 }
