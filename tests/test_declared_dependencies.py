@@ -25,6 +25,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "backends/flashdispatch_backends": (),
     "backends/flashdispatch_backends/triton_fa2": ("triton",),
     "backends/flashdispatch_backends/tilelang_fa2": ("tilelang",),
+    "backends/flashdispatch_backends/cuda_fa2": ("cuda12", "cuda13"),
     "conformance/flashdispatch_conformance": ("conformance",),
 }
 """Folder -> the extras it may need beyond the core dependencies."""

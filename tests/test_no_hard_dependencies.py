@@ -80,7 +80,7 @@ def test_importing_flashdispatch_loads_no_backend(seen) -> None:
 
 
 def test_the_built_in_backends_are_found(seen) -> None:
-    assert {"torch_reference", "triton_fa2", "tilelang_fa2"} <= set(seen["found"])
+    assert {"torch_reference", "triton_fa2", "tilelang_fa2", "cuda_fa2"} <= set(seen["found"])
 
 
 @pytest.mark.parametrize("when", ["cuda_after_discovery", "cuda_after_call"])

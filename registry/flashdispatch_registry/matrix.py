@@ -135,7 +135,7 @@ def matrix_view(entries: Iterable[Entry]) -> RenderableType:
     header, rows = matrix_rows(entries)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for at, name in enumerate(header):
-        table.add_column(Text(name), style="" if at else "dim", overflow="fold")
+        table.add_column(Text(name), style="" if at else "dim", overflow="fold", min_width=len(name) if at else None)
     for label, *cells in rows:
         table.add_row(
             Text(label), *(Text(cell, "dim" if cell == NO else "green" if cell == "yes" else "") for cell in cells)

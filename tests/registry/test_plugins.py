@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -377,11 +378,25 @@ def test_a_missing_requirement_is_a_fault_with_the_command_that_helps(install, s
 def test_a_requirement_of_a_newer_version_says_what_is_installed(install, spec) -> None:
     install(("a", "outside", plugin(spec("a", requires=("pluggy>=1000",)))))
     (entry,) = Registry().entries()
-    assert entry.faults[0].got == f"{plugins.version('pluggy')} installed"
+    assert entry.faults[0].got == f"{version('pluggy')} installed"
     assert entry.faults[0].allowed == "pluggy>=1000"
 
 
-@pytest.mark.parametrize("requirement", ["pluggy>=1", "pluggy", "surely-not-installed; python_version < '3'"])
+def test_of_alternatives_none_of_which_is_met_all_are_named(install, spec) -> None:
+    install(("a", "outside", plugin(spec("a", requires=("pluggy>=1000 | surely-not-installed>=2",)))))
+    ((fault,),) = (entry.faults for entry in Registry().entries())
+    assert fault.field == "pluggy or surely-not-installed"
+    assert fault.got == f"pluggy {version('pluggy')} installed"
+    assert fault.fix == "pip install 'pluggy>=1000'"
+
+
+@pytest.mark.parametrize(
+    "requirement",
+    [
+        "pluggy>=1", "pluggy", "surely-not-installed; python_version < '3'", "surely-not-installed>=2 | pluggy>=1",
+        "pluggy | surely-not-installed", "surely-not-installed; python_version < '3' | pluggy",
+    ],
+)  # fmt: skip
 def test_a_met_requirement_is_no_fault(install, spec, requirement: str) -> None:
     install(("a", "outside", plugin(spec("a", requires=(requirement,)))))
     assert codes(Registry(), "a") == []

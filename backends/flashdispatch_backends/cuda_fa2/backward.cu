@@ -64,6 +64,7 @@ __device__ __forceinline__ float score_gradient(float P, float dP, float Delta, 
 #if DQ
 
 constexpr int MT = BLOCK_M / (16 * GROUPS);
+static_assert(BLOCK_M == 16 * MT * GROUPS && BLOCK_N % (16 * SIDES) == 0, "SIDES warps own 16 MT queries");
 using Exchange = Tile<BLOCK_M, BLOCK_N>;
 constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;
 constexpr int N = BLOCK_N / SIDES;  // keys of a warp's tile of scores
@@ -257,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
 #else
 
 constexpr int MT = BLOCK_N / (16 * GROUPS);
+static_assert(BLOCK_N == 16 * MT * GROUPS && BLOCK_M % (16 * SIDES) == 0, "SIDES warps own 16 MT keys");
 constexpr int N = BLOCK_M / SIDES;  // queries of a warp's tile of scores
 using Exchange = Tile<BLOCK_N, BLOCK_M>;
 constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;

@@ -31,6 +31,7 @@
 #include "scores.cuh"
 
 constexpr int MT = BLOCK_M / (16 * NUM_WARPS);
+static_assert(BLOCK_M == 16 * MT * NUM_WARPS, "a warp owns 16 MT queries");
 using QTile = Tile<BLOCK_M, BLOCK_D>;
 using KTile = Tile<BLOCK_N, BLOCK_D>;
 using VTile = Tile<BLOCK_N, BLOCK_DV>;

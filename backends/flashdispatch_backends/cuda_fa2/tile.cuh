@@ -53,6 +53,7 @@ __device__ __forceinline__ Chunk load_chunk(const u16 *source) {
 
 template <int ROWS, int WIDTH>
 struct Tile {
+    static_assert(ROWS % 16 == 0 && WIDTH % 16 == 0, "a tile is made of matrices of 16 x 16");
     static constexpr int CHUNKS = WIDTH / 8, PITCH = 2 * WIDTH, BYTES = ROWS * PITCH;
     static constexpr int SPREAD = WIDTH % 64 == 0 ? 7 : WIDTH % 32 == 0 ? 3 : 1;
     static constexpr int SHIFT = WIDTH % 64 == 0 ? 0 : WIDTH % 32 == 0 ? 1 : 2;
