@@ -3,11 +3,13 @@
 // What is compiled in are macros, given as -D options by `recipe.py`:
 //
 //     BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES   the tile
-//     BLOCK_D, BLOCK_DV                         D and Dv on the chip, multiples of 16
+//     SIDES                                     warps that share rows in the backward
+//     BLOCK_D, BLOCK_DV                         D and Dv on the chip, multiples of 16 SIDES
 //     BFLOAT16                                  1: bfloat16, 0: float16
 //     ALIGNED                                   1: rows of q, k, v, out and dout begin at multiples of 16 bytes
 //     MASK, PAIRED_MASK                         attn_mask's kind, and whether two neighbours are read at once
 //     SOFTCAP, NATURAL, PLAIN                   what a score is: see scores.cuh
+//     DQ                                        which kernel of backward.cu: 1: dq_kernel, 0: dkdv_kernel
 //     MAKES_DK, MAKES_DV                        the gradients that dkdv_kernel makes
 //     ARGUMENT_BYTES                            what `arguments.py` takes this struct's size to be
 #pragma once

@@ -24,7 +24,8 @@
 //                 S and dP, they exchange P and dS through shared memory, in the 16 bit that the next product takes
 //                 anyway, and each makes its share of the columns of the gradients.
 // strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
-// the loop        One, as in the forward; NUM_STAGES - 1 blocks are copied ahead.
+// the loop        One, as in the forward; with two stages the next block is copied meanwhile, with one there is no overlap
+//                 inside a program.
 // masks           Hidden scores are -inf before exp, key tails too: exp(0 - LSE) overflows when every score is about -120.
 // kept            From the forward: q, k, v, out, LSE. Beside them in memory: `rows`, 8 bytes a row, 12 with natural
 //                 scores.
@@ -48,13 +49,6 @@ using OTile = Tile<BLOCK_M, BLOCK_DV>;
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
-// Waits for the oldest block of a ring whose `stages` - 1 next ones may still be on their way.
-template <int STAGES>
-__device__ __forceinline__ void wait_for_block() {
-    wait_for_copies<(STAGES > 2 ? STAGES - 2 : 0)>();
-    __syncthreads();
-}
-
 // dS = P * (dP - Delta), times the softcap's derivative.
 __device__ __forceinline__ float score_gradient(float P, float dP, float Delta, float tanh) {
     const float dS = P * (dP - Delta);
@@ -69,33 +63,41 @@ using Exchange = Tile<BLOCK_M, BLOCK_N>;
 constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;
 constexpr int N = BLOCK_N / SIDES;  // keys of a warp's tile of scores
 
-// LSE, Delta and dlse of a block's rows: to `rows` for the other kernel, and to shared memory for this one. One thread a
-// row. Returns whether an LSE is coarse.
+// LSE and Delta of a block's rows: to `rows` for the other kernel, and to shared memory for this one. Four lanes a row,
+// so that its loads are whole and wait for each other little. Returns whether an LSE is coarse.
 __device__ __forceinline__ bool prepare_rows(
     const Arguments &args, float *LSE, float *Delta, const u16 *out, const u16 *dout, i64 base, int first, int q_len) {
     bool coarse = false;
-    for (int row = threadIdx.x; row < BLOCK_M; row += THREADS) {
-        float lse = INF, delta = 0.0f;
-        if (first + row < q_len) {
-            const i64 at = base + first + row;
-            lse = args.lse[at];
-            if (lse == -INF) {
-                lse = INF;
-            } else {
-                for (int d = 0; d < args.head_dim_v; d += 8) {
-                    const Chunk o = load_chunk(out + row * args.at_out.s + d), g = load_chunk(dout + row * args.at_dout.s + d);
+    for (int row = threadIdx.x / 4; row < BLOCK_M; row += THREADS / 4) {
+        const int part = threadIdx.x % 4;
+        const i64 at = base + first + row;
+        const bool there = first + row < q_len;
+        float lse = there ? args.lse[at] : -INF, sum = 0.0f;
 #pragma unroll
-                    for (int e = 0; e < 8; ++e) delta = fmaf(to_float(o.number[e]), to_float(g.number[e]), delta);
-                }
-                if (args.dlse) delta -= args.dlse[at];  // FA-2 Algorithm 2 line 4
-                coarse |= fabsf(lse) > COARSE_LSE;
-                if (!NATURAL) lse *= LOG2E;
-            }
+        for (int d = 0; d < BLOCK_DV; d += 32) {
+            const int column = d + 8 * part;
+            if (!there || column >= args.head_dim_v) continue;
+            const Chunk o = load_chunk(out + row * args.at_out.s + column);
+            const Chunk g = load_chunk(dout + row * args.at_dout.s + column);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum = fmaf(to_float(o.number[e]), to_float(g.number[e]), sum);
+        }
+        float delta = row_sum(sum);  // FA-2 Algorithm 2 line 4
+        if (args.dlse && there) delta -= args.dlse[at];
+        if (lse == -INF) {
+            lse = INF;
+            delta = 0.0f;
+        } else {
+            coarse |= fabsf(lse) > COARSE_LSE;
+            if (!NATURAL) lse *= LOG2E;
+        }
+        if (part != 0) continue;
+        LSE[row] = lse;
+        Delta[row] = delta;
+        if (there) {
             args.rows[at] = lse;
             args.rows[args.rows_kind + at] = delta;
         }
-        LSE[row] = lse;
-        Delta[row] = delta;
     }
     return coarse;
 }
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
     float *const row_Delta = row_LSE + BLOCK_M;
     const int side = warp_id() % SIDES, group = warp_id() / SIDES;
     const int own = group * 16 * MT, row = first + own;  // this group's first row, in the block and in the sequence
-    const int own_keys = side * (BLOCK_N / SIDES);          // this warp's first key in a block
+    const int own_keys = side * N;  // this warp's first key in a block
     int begin, end;
     band.key_blocks(first, begin, end);
     const auto load = [&](int n) {
@@ -134,10 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
         QTile::load(Q, q, args.at_q.s, queries.length - first, args.head_dim);
         OTile::load(dO, dout, args.at_dout.s, queries.length - first, args.head_dim_v);
     }
-    for (int n = begin; n < begin + NUM_STAGES - 1; ++n) {
-        if (n < end) load(n);
-        commit_copies();
-    }
+    if (NUM_STAGES > 1 && begin < end) load(begin);
+    commit_copies();
     const bool coarse = prepare_rows(args, row_LSE, row_Delta, out, dout, row_base, first, queries.length);
     const bool any_coarse = __syncthreads_or(NATURAL && coarse);
 
@@ -177,26 +177,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
 #pragma unroll
                         for (int e = 0; e < 4; ++e) sums[mt][e / 2] += weight(S[mt][c][e], LSE[mt][e / 2], args.scale);
             }
+            __syncthreads();  // K has been read, and makes room for the sums of the sides
+            float *const sums_of_sides = reinterpret_cast<float *>(shared + QTile::BYTES + OTile::BYTES);
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float sum = row_sum(sums[mt][half]);
+                    const int r = own + 16 * mt + 8 * half + lane_id() / 4;
+                    if (lane_id() % 4 == 0) sums_of_sides[side * BLOCK_M + r] = sum;
+                }
+            __syncthreads();
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int r = own + 16 * mt + 8 * half + lane_id() / 4;
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int each = 0; each < SIDES; ++each) sum += sums_of_sides[each * BLOCK_M + r];
                     share[mt][half] = sum == 0.0f ? 1.0f : 1.0f / sum;
                 }
             __syncthreads();
-            for (int n = begin; n < begin + NUM_STAGES - 1; ++n) {  // the ring again as it was
-                if (n < end) load(n);
-                commit_copies();
-            }
+            if (NUM_STAGES > 1 && begin < end) load(begin);  // the ring again as it was
+            commit_copies();
         }
+        if (side == 0 && lane_id() % 4 == 0) {
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
+            for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = row + 16 * mt + 8 * half + lane_id() / 4;
-                if (lane_id() % 4 == 0 && i < queries.length) args.rows[2 * args.rows_kind + row_base + i] = share[mt][half];
-            }
+                for (int half = 0; half < 2; ++half) {
+                    const int i = row + 16 * mt + 8 * half + lane_id() / 4;
+                    if (i < queries.length) args.rows[2 * args.rows_kind + row_base + i] = share[mt][half];
+                }
+        }
     }
     if (!args.dq) {
         wait_for_copies<0>();
@@ -212,11 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
             load(n);
             commit_copies();
         }
-        wait_for_block<NUM_STAGES>();
-        if (NUM_STAGES > 1) {
-            if (n + NUM_STAGES - 1 < end) load(n + NUM_STAGES - 1);
-            commit_copies();
-        }
+        wait_for_copies<0>();
+        __syncthreads();  // this block is there, and no warp reads the one before any more
+        if (NUM_STAGES > 1 && n + 1 < end) load(n + 1);
+        commit_copies();
         const int stage = (n - begin) % NUM_STAGES, key = n * BLOCK_N;
         Accumulator<MT, N> S, dP, tanh;
         multiply_rows<MT, N, BLOCK_D>(S, lane_q, lane_k + stage * KTile::BYTES);
@@ -281,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
         shared + KTile::BYTES + VTile::BYTES + NUM_STAGES * (QTile::BYTES + OTile::BYTES) + 2 * EXCHANGE_BYTES);
     const int side = warp_id() % SIDES, group = warp_id() / SIDES;
     const int own = group * 16 * MT, key = first + own;  // this group's first key, in the block and in the sequence
-    const int own_rows = side * N;                          // this warp's first query in a block
+    const int own_rows = side * N;  // this warp's first query in a block
     int begin, end;
     band.query_blocks(first, begin, end);
     const int count = max(end - begin, 0), total = count * args.group;
@@ -318,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
         KTile::load(K, k, args.at_k.s, keys.length - first, args.head_dim);
         if (MAKES_DK) VTile::load(V, v, args.at_v.s, keys.length - first, args.head_dim_v);
     }
-    for (int ahead = 1; ahead < NUM_STAGES; ++ahead) load_next();
+    if (NUM_STAGES > 1) load_next();
 
     Accumulator<MT, BLOCK_D / SIDES> acc_k;
     Accumulator<MT, BLOCK_DV / SIDES> acc_v;
@@ -336,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
             __syncthreads();
             load_next();
         }
-        wait_for_block<NUM_STAGES>();
+        wait_for_copies<0>();
+        __syncthreads();  // this block is there, and no warp reads the one before any more
         if (NUM_STAGES > 1) load_next();
         const int stage = index % NUM_STAGES, row = n * BLOCK_M;
         const float *LSE = row_numbers + stage * ROW_KINDS * BLOCK_M + own_rows + lane_id() % 4 * 2;
