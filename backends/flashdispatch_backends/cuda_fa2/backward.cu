@@ -21,8 +21,8 @@
 // tiles           BLOCK_M by BLOCK_N, each kernel with its own. dK and dV are two accumulators, and registers bound them:
 //                 of wide heads a warp alone has room for 16 rows, and each fragment that it reads from shared memory
 //                 then serves one product. So there SIDES warps own rows together. Each makes its share of the columns of
-//                 S and dP, they exchange P and dS through shared memory, in the 16 bit that the next product takes
-//                 anyway, and each makes its share of the columns of the gradients.
+//                 S and dP, and its share of the columns of the gradients: of P and dS it has its own share in registers,
+//                 and reads the others' from shared memory, in the 16 bit that the next product takes anyway.
 // strides         As in the forward; dout has any strides with a contiguous last dim. Offsets are 64 bit.
 // the loop        One, as in the forward; with two stages the next block is copied meanwhile, with one there is no overlap
 //                 inside a program.
@@ -64,39 +64,47 @@ constexpr int EXCHANGE_BYTES = SIDES > 1 ? Exchange::BYTES : 0;
 constexpr int N = BLOCK_N / SIDES;  // keys of a warp's tile of scores
 
 // LSE and Delta of a block's rows: to `rows` for the other kernel, and to shared memory for this one. Four lanes a row,
-// so that its loads are whole and wait for each other little. Returns whether an LSE is coarse.
+// and no load waits for another: what is past an end is read from before it, and not counted. Returns whether an LSE is
+// coarse.
 __device__ __forceinline__ bool prepare_rows(
     const Arguments &args, float *LSE, float *Delta, const u16 *out, const u16 *dout, i64 base, int first, int q_len) {
+    constexpr int AT_ONCE = THREADS / 4, PASSES = (BLOCK_M + AT_ONCE - 1) / AT_ONCE;
+    const int own = threadIdx.x / 4, part = threadIdx.x % 4;
+    float lse[PASSES], dlse[PASSES], delta[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) lse[pass] = -INF, dlse[pass] = delta[pass] = 0.0f;
+    if (first < q_len) {
+        const float *const gradient = args.dlse ? args.dlse : args.lse;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int row = min(own + pass * AT_ONCE, q_len - 1 - first);
+            lse[pass] = args.lse[base + first + row];
+            dlse[pass] = gradient[base + first + row];
+#pragma unroll
+            for (int d = 0; d < BLOCK_DV; d += 32) {
+                const int column = d + 8 * part, from = min(column, args.head_dim_v - 8);
+                const Chunk o = load_chunk(out + row * args.at_out.s + from);
+                const Chunk g = load_chunk(dout + row * args.at_dout.s + from);
+                float sum = 0.0f;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum = fmaf(to_float(o.number[e]), to_float(g.number[e]), sum);
+                delta[pass] += column < args.head_dim_v ? sum : 0.0f;
+            }
+        }
+    }
     bool coarse = false;
-    for (int row = threadIdx.x / 4; row < BLOCK_M; row += THREADS / 4) {
-        const int part = threadIdx.x % 4;
-        const i64 at = base + first + row;
-        const bool there = first + row < q_len;
-        float lse = there ? args.lse[at] : -INF, sum = 0.0f;
 #pragma unroll
-        for (int d = 0; d < BLOCK_DV; d += 32) {
-            const int column = d + 8 * part;
-            if (!there || column >= args.head_dim_v) continue;
-            const Chunk o = load_chunk(out + row * args.at_out.s + column);
-            const Chunk g = load_chunk(dout + row * args.at_dout.s + column);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) sum = fmaf(to_float(o.number[e]), to_float(g.number[e]), sum);
-        }
-        float delta = row_sum(sum);  // FA-2 Algorithm 2 line 4
-        if (args.dlse && there) delta -= args.dlse[at];
-        if (lse == -INF) {
-            lse = INF;
-            delta = 0.0f;
-        } else {
-            coarse |= fabsf(lse) > COARSE_LSE;
-            if (!NATURAL) lse *= LOG2E;
-        }
-        if (part != 0) continue;
-        LSE[row] = lse;
-        Delta[row] = delta;
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int row = own + pass * AT_ONCE;
+        const bool there = row < BLOCK_M && first + row < q_len, sees = there && lse[pass] != -INF;
+        const float sum = row_sum(delta[pass]) - (args.dlse ? dlse[pass] : 0.0f);  // FA-2 Algorithm 2 line 4
+        coarse |= sees && fabsf(lse[pass]) > COARSE_LSE;
+        if (part != 0 || row >= BLOCK_M) continue;
+        LSE[row] = sees ? lse[pass] * (NATURAL ? 1.0f : LOG2E) : INF;
+        Delta[row] = sees ? sum : 0.0f;
         if (there) {
-            args.rows[at] = lse;
-            args.rows[args.rows_kind + at] = delta;
+            args.rows[base + first + row] = LSE[row];
+            args.rows[args.rows_kind + base + first + row] = Delta[row];
         }
     }
     return coarse;
@@ -153,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
         }
     const u32 lane_q = QTile::lane_a(Q) + own * QTile::PITCH, lane_do = OTile::lane_a(dO) + own * OTile::PITCH;
     const u32 lane_k = KTile::lane_b(K) + own_keys * KTile::PITCH, lane_v = VTile::lane_b(V) + own_keys * VTile::PITCH;
-    const u32 lane_k_transposed = KTile::lane_a(K, side), lane_ds = Exchange::lane_a(exchange) + own * Exchange::PITCH;
+    const u32 lane_k_transposed = KTile::lane_a(K, side);
 
     if constexpr (NATURAL) {
         if (any_coarse) {
@@ -246,12 +254,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_kernel(const __grid_con
                     if (NATURAL) P *= share[mt][e / 2];
                     S[mt][c][e] = score_gradient(P, dP[mt][c][e], Delta[mt][e / 2], SOFTCAP ? tanh[mt][c][e] : 0.0f);
                 }
-        if constexpr (SIDES == 1) {
-            multiply_add<MT, N, BLOCK_D, SIDES>(acc, S, lane_k_transposed + stage * KTile::BYTES);
-        } else {
-            Exchange::put<MT, N>(exchange, own, S, own_keys);
-            wait_for_group<SIDES>(group);
-            multiply_add_shared<MT, BLOCK_N, BLOCK_D, SIDES>(acc, lane_ds, lane_k_transposed + stage * KTile::BYTES);
+        const u32 lane = lane_k_transposed + stage * KTile::BYTES;
+        if (SIDES > 1) Exchange::put<MT, N>(exchange, own, S, own_keys);
+        multiply_add<MT, N, BLOCK_D, SIDES>(acc, S, lane + own_keys * KTile::PITCH);
+        if (SIDES > 1) wait_for_group<SIDES>(group);
+#pragma unroll
+        for (int step = 1; step < SIDES; ++step) {
+            const int other = (side + step) % SIDES;
+            multiply_add_shared<Exchange, MT, N, BLOCK_D, SIDES>(
+                acc, Exchange::lane_a(exchange, other * N / 16) + own * Exchange::PITCH, lane + other * N * KTile::PITCH);
         }
     }
 #pragma unroll
@@ -340,8 +351,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
     const u32 lane_k = KTile::lane_a(K) + own * KTile::PITCH, lane_v = VTile::lane_a(V) + own * VTile::PITCH;
     const u32 lane_q = QTile::lane_b(Q) + own_rows * QTile::PITCH, lane_do = OTile::lane_b(dO) + own_rows * OTile::PITCH;
     const u32 lane_q_transposed = QTile::lane_a(Q, side), lane_do_transposed = OTile::lane_a(dO, side);
-    const u32 lane_p = Exchange::lane_a(exchange_p) + own * Exchange::PITCH;
-    const u32 lane_ds = Exchange::lane_a(exchange_ds) + own * Exchange::PITCH;
     int member = 0, n = begin;
 #pragma unroll 1
     for (int index = 0; index < total; ++index) {
@@ -358,6 +367,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
         const i64 mask = b * args.mask_b + (kv * args.group + member) * args.mask_h;
         if (++n == end) n = begin, ++member;
 
+        const u32 lane_do_now = lane_do_transposed + stage * OTile::BYTES;
+        const u32 lane_q_now = lane_q_transposed + stage * QTile::BYTES;
         Accumulator<MT, N> S, dP, tanh;
         const auto multiply_dp = [&]() { multiply_rows<MT, N, BLOCK_DV>(dP, lane_v, lane_do + stage * OTile::BYTES); };
         multiply_rows<MT, N, BLOCK_D>(S, lane_k, lane_q + stage * QTile::BYTES);
@@ -375,10 +386,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
                         S[mt][c][half + e] = weight(S[mt][c][half + e], LSE[8 * c + e], args.scale);
                         if (NATURAL) S[mt][c][half + e] *= share[8 * c + e];
                     }
-        if constexpr (MAKES_DV && SIDES == 1) {
-            multiply_add<MT, N, BLOCK_DV, SIDES>(acc_v, S, lane_do_transposed + stage * OTile::BYTES);
-        } else if (MAKES_DV) {
-            Exchange::put<MT, N>(exchange_p, own, S, own_rows);
+        if (MAKES_DV) {
+            if (SIDES > 1) Exchange::put<MT, N>(exchange_p, own, S, own_rows);
+            multiply_add<MT, N, BLOCK_DV, SIDES>(acc_v, S, lane_do_now + own_rows * OTile::PITCH);
         }
         if (MAKES_DK) {
             if (SIDES == 1) multiply_dp();  // later: registers are short
@@ -394,19 +404,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_kernel(const __grid_c
                             S[mt][c][at] = score_gradient(
                                 S[mt][c][at], dP[mt][c][at], Delta[8 * c + e], SOFTCAP ? tanh[mt][c][at] : 0.0f);
                         }
-            if constexpr (SIDES == 1) {
-                multiply_add<MT, N, BLOCK_D, SIDES>(acc_k, S, lane_q_transposed + stage * QTile::BYTES);
-            } else {
-                Exchange::put<MT, N>(exchange_ds, own, S, own_rows);
-            }
+            if (SIDES > 1) Exchange::put<MT, N>(exchange_ds, own, S, own_rows);
+            multiply_add<MT, N, BLOCK_D, SIDES>(acc_k, S, lane_q_now + own_rows * QTile::PITCH);
         }
-        if constexpr (SIDES > 1) {
-            wait_for_group<SIDES>(group);
+        if (SIDES > 1) wait_for_group<SIDES>(group);
+#pragma unroll
+        for (int step = 1; step < SIDES; ++step) {
+            const int other = (side + step) % SIDES, from = own * Exchange::PITCH;
             if (MAKES_DV)
-                multiply_add_shared<MT, BLOCK_M, BLOCK_DV, SIDES>(
-                    acc_v, lane_p, lane_do_transposed + stage * OTile::BYTES);
+                multiply_add_shared<Exchange, MT, N, BLOCK_DV, SIDES>(
+                    acc_v, Exchange::lane_a(exchange_p, other * N / 16) + from, lane_do_now + other * N * OTile::PITCH);
             if (MAKES_DK)
-                multiply_add_shared<MT, BLOCK_M, BLOCK_D, SIDES>(acc_k, lane_ds, lane_q_transposed + stage * QTile::BYTES);
+                multiply_add_shared<Exchange, MT, N, BLOCK_D, SIDES>(
+                    acc_k, Exchange::lane_a(exchange_ds, other * N / 16) + from, lane_q_now + other * N * QTile::PITCH);
         }
     }
 

@@ -208,13 +208,13 @@ __device__ __forceinline__ void multiply_add(Accumulator<MT, WIDTH / EVERY> &c, 
 }
 
 // The same with P in a tile of shared memory, at a lane's address `a`.
-template <int MT, int K, int WIDTH, int EVERY>
+template <class PTile, int MT, int K, int WIDTH, int EVERY>
 __device__ __forceinline__ void multiply_add_shared(Accumulator<MT, WIDTH / EVERY> &c, u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < K; k += 16) {
         u32 A[MT][4];
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt) ldmatrix(A[mt], Tile<16, K>::moved(a, 16 * mt, k));
+        for (int mt = 0; mt < MT; ++mt) ldmatrix(A[mt], PTile::moved(a, 16 * mt, k));
         multiply_add_step<MT, WIDTH, EVERY>(c, A, b, k);
     }
 }
