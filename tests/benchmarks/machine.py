@@ -92,7 +92,15 @@ class Run:
             # torch ships it without types
             cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
             versions |= {"cudnn": str(cudnn)} if cudnn else {}
-        for name in ("triton", "flash-attn-4", "flash-attn"):
+        for name in (
+            "triton",
+            "tilelang",
+            "cupy-cuda12x",
+            "cupy-cuda13x",
+            "nvidia-cuda-nvrtc",
+            "flash-attn-4",
+            "flash-attn",
+        ):
             try:
                 versions[name] = version(name)
             except PackageNotFoundError:
