@@ -29,7 +29,7 @@ KNOWN: Mapping[str, str] = {
     "FLASHDISPATCH_PLUGINS": "load only these third-party plugins (a,b: entry points or distributions; empty: none)",
     "FLASHDISPATCH_DISABLE_PLUGIN_AUTOLOAD": "1: load no third-party plugin that FLASHDISPATCH_PLUGINS does not name",
     "FLASHDISPATCH_STRICT_PLUGINS": "1: a broken plugin raises instead of being passed over",
-    "FLASHDISPATCH_CACHE_DIR": "the folder for tuned tiles and cuda_fa2's compiled kernels, instead of the user's cache folder",
+    "FLASHDISPATCH_CACHE_DIR": "the folder for tuned tiles and cuda_fa2's kernels, instead of the user's cache folder",
 }
 """Every variable, with its meaning in a line."""
 

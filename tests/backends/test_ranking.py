@@ -48,3 +48,11 @@ def test_elsewhere_where_tilelang_was_only_compiled_triton_comes_first() -> None
 def test_without_triton_a_mask_is_tilelangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHDISPATCH_DISABLE", "triton_fa2")
     assert order(attn_mask="bool", **MASK) == ["tilelang_fa2"]
+
+
+def test_where_cuda_is_known_to_be_wrong_it_is_not_chosen_even_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHDISPATCH_DISABLE", "triton_fa2,tilelang_fa2,torch_reference")
+    with_lengths = replace(PLAIN, attn_mask="float", q_lens=True, **MASK)
+    assert flashdispatch.explain(with_lengths, backend="auto").chosen is None
+    assert flashdispatch.explain(replace(with_lengths, needs_grad=("k", "v")), backend="auto").chosen == "cuda_fa2"
+    assert flashdispatch.explain(replace(PLAIN, attn_mask="float", **MASK), backend="auto").chosen == "cuda_fa2"
