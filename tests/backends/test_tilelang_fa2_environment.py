@@ -65,7 +65,7 @@ def python(script: str, path: Path | None = None, **environ: str) -> subprocess.
 
 
 def choice(script: str, path: Path | None = None, **environ: str) -> Any:
-    done = python(script, path, FLASHDISPATCH_DISABLE="triton_fa2", FLASHDISPATCH_FALLBACK="allow", **environ)
+    done = python(script, path, FLASHDISPATCH_DISABLE="triton_fa2,cuda_fa2", FLASHDISPATCH_FALLBACK="allow", **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
